@@ -196,7 +196,10 @@ def few_scores_kernel(
             products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
             x_tile = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
             x_tile = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x_tile, LEAST)
-            x = x_tile if j == 0 else join(x, x_tile, pool)  # noqa: F821
+            if j == 0:
+                x = x_tile
+            else:
+                x = join(x, x_tile, pool)
         total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
         at = first + block
         total = scaled_totals(total, at, seen, scale, rule, pool)
