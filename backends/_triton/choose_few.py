@@ -153,9 +153,7 @@ def few_scores_kernel(
         b, first_row, rows, start = tile_of_request(b.to(tl.int32), cu, S, start, requests, ROWS, SEARCH)
         if b == requests:
             if (row_positions is not None) & (part == 0) & (owner == 0):
-                for s in range(0, rows, TOKENS):
-                    padding = s + tl.arange(0, TOKENS)
-                    tl.store(row_positions + first_row + padding, -1, mask=padding < rows)
+                store_no_positions(row_positions + first_row, rows, TOKENS)
             rows *= 0
         batch, b = tl.zeros([], tl.int64), tl.minimum(b, requests - 1).to(tl.int64)
     row, g, t, is_token = few_tokens(positions, strides.pos, b, owner, first_row, rows, start, room, SHARED, TOKENS, cache.LENGTHS)
@@ -183,7 +181,7 @@ def few_scores_kernel(
         page0, page1 = coming, after
         coming = step_pages(k_desc, table, (i + 1) * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
         after = step_pages(k_desc, table, (i + 2) * TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
-        inner, first = i % PARTS, i // PARTS * BLOCKS
+        inner, first, x = i % PARTS, i // PARTS * BLOCKS, tl.full([BLOCK_K, TOKENS], LEAST, tl.float32)
         for j in tl.static_range(TILES):
             page, before = page0 if j == 0 else page1, (inner * TILES + j) * PIECES
             piece = before + r % PIECES  # [BLOCK_K], as key
@@ -195,16 +193,20 @@ def few_scores_kernel(
             k_tile = operand_order(k_tile) if k_tile.dtype.primitive_bitwidth == 8 else k_tile
             products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
             x_tile = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
-            x_tile = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x_tile, LEAST)
-            if j == 0:
-                x = x_tile
-            else:
-                x = join(x, x_tile, pool)
+            x = join(x, tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x_tile, LEAST), pool)
         total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
         at = first + block
         total = scaled_totals(total, at, seen, scale, rule, pool)
         done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
         tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+
+
+@triton.jit
+def store_no_positions(to, rows, TOKENS: tl.constexpr):
+    """Store -1, the position of padding, for `rows` rows."""
+    for s in range(0, rows, TOKENS):
+        row = s + tl.arange(0, TOKENS)
+        tl.store(to + row, -1, mask=row < rows)
 
 
 @triton.jit
