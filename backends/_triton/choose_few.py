@@ -21,7 +21,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from nsa_sel.backends._triton.arguments import Dims, dims_of, options
 from nsa_sel.backends._triton.choose_rows import keys_until, sequence_of, span_of, strides_of
-from nsa_sel.backends._triton.choose_scores import block_totals, over_heads, scaled_totals
+from nsa_sel.backends._triton.choose_scores import block_totals, join, over_heads, scaled_totals
 from nsa_sel.backends._triton.combine import SMS_WHEN_INTERPRETED
 from nsa_sel.backends._triton.group_ranges import float16_rows
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
@@ -34,7 +34,8 @@ from nsa_sel.settings.schema import KernelConfig
 
 MOST_TOKENS = 8  # most new tokens of a sequence
 MOST_COLUMNS = 128  # most queries of a program: new tokens, groups that share an index key, and heads
-TOGETHER = 2  # programs that a multiprocessor runs at once
+TOGETHER, TOGETHER_PAIRS = 2, 4  # programs that a multiprocessor runs at once; with pairs of tiles, see `few_scores`
+PAIR, PAIRS_COLUMNS = 128, 32  # index keys of such a block; most queries for which registers suffice
 STEPS, MOST_ROUNDS = 32, 4  # steps of a program, if no more rounds of programs are needed
 
 
@@ -70,6 +71,16 @@ def tile_of_request(number, cu, T, start, requests, ROWS: tl.constexpr, SEARCH: 
 
 
 @triton.jit
+def operand_order(x):
+    """Return x [ROWS, D] with columns in an order that both operands of a product may take: column 16 c + 4 t + 2 i + j
+    becomes 16 c + 8 i + 2 t + j. The float16 numbers that a thread multiplies are then four adjacent ones of e4m3, which
+    it loads at once instead of two by two."""
+    ROWS: tl.constexpr = x.shape[0]
+    D: tl.constexpr = x.shape[1]
+    return x.reshape(ROWS, D // 16, 4, 2, 2).permute(0, 1, 3, 2, 4).reshape(ROWS, D)
+
+
+@triton.jit
 def owner_queries(
     q, lse, strides, stride_lse, b, owner, first, S, k_dtype: tl.constexpr, dims: tl.constexpr, softmax: tl.constexpr, SHARED: tl.constexpr,
     HEADS: tl.constexpr, TOKENS: tl.constexpr,
@@ -89,6 +100,8 @@ def owner_queries(
     if k_dtype != q_tile.dtype and q_tile.dtype == tl.bfloat16:
         q_tile, factor = float16_rows(q_tile)
         rate = factor.T
+    if k_dtype.primitive_bitwidth == 8:
+        q_tile = operand_order(q_tile)
     if softmax:
         lse_columns = tl.load(row_pointers(lse, stride_lse, b, g, s, head), mask=exists, other=float("inf")).to(tl.float32)
         lse2 = tl.where(lse_columns == float("-inf"), float("inf"), lse_columns) * LOG2_E
@@ -112,17 +125,17 @@ def few_scores_kernel(
     stride_scores, S, start, C, owners, blocks, room, parts, requests, scale,
     dims: tl.constexpr, rule: tl.constexpr, pool: tl.constexpr, cache: tl.constexpr, SHARED: tl.constexpr, HEADS: tl.constexpr,
     TOKENS: tl.constexpr, BLOCKS: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr, ROWS: tl.constexpr,
-    SEARCH: tl.constexpr, TURNS: tl.constexpr,
+    SEARCH: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
     """Store scores [B,S,G,blocks] up to the block of each sequence's last position; later scores stay uninitialized. If
     row_positions is not None, also store the positions [B,S] int32.
 
     Grid: one program per sequence, owner of index keys (SHARED groups), and part of the sequence's steps of BLOCKS
     blocks. With cu, q is [1,S,G,h,Dk] of `requests` requests, and one per `tile_of_request` instead.
-    Tiles: q [HEADS * TOKENS, BLOCK_D], k [BLOCKS * PIECES, BLOCK_D]. Column head * TOKENS + token; token
-    s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS * PIECES.
-    TMA: k_desc loads keys, of whole steps and pages; None: pointer loads. The block table is read one turn ahead: of one
-    step, or of TURNS = 2 that are a block.
+    Tiles: q [HEADS * TOKENS, BLOCK_D], TILES times k [BLOCKS * PIECES, BLOCK_D] a step. Column head * TOKENS + token;
+    token s * SHARED + i is new token s of the owner's i-th group. The keys of a block are padded to PARTS steps of
+    TILES * PIECES. TILES = 2: BLOCKS = 1, and no key touches two blocks, so that scores of both tiles are joined first.
+    TMA: k_desc loads keys, of whole tiles and pages; None: pointer loads. The block table is read one step ahead.
     Keys that no row sees are loaded only within the last step, and masked after the sum over heads, NaN included.
     room: keys of the longest sequence, to which positions are clamped. scale: of logits, times log2 e for softmax weights.
     """
@@ -140,9 +153,7 @@ def few_scores_kernel(
         b, first_row, rows, start = tile_of_request(b.to(tl.int32), cu, S, start, requests, ROWS, SEARCH)
         if b == requests:
             if (row_positions is not None) & (part == 0) & (owner == 0):
-                for s in range(0, rows, TOKENS):
-                    padding = s + tl.arange(0, TOKENS)
-                    tl.store(row_positions + first_row + padding, -1, mask=padding < rows)
+                store_no_positions(row_positions + first_row, rows, TOKENS)
             rows *= 0
         batch, b = tl.zeros([], tl.int64), tl.minimum(b, requests - 1).to(tl.int64)
     row, g, t, is_token = few_tokens(positions, strides.pos, b, owner, first_row, rows, start, room, SHARED, TOKENS, cache.LENGTHS)
@@ -151,6 +162,11 @@ def few_scores_kernel(
     seen = keys_until(t, C, rule)  # [TOKENS]
     C = tl.max(seen, 0)
     first_step, last_step = part_of_steps(t, blocks, part, parts, rule, BLOCKS, PARTS)
+    table = block_table + b * stride_table if cache.PAGE > 0 else block_table
+    # The step before the first one computes what its keys add to the first block, and stores nothing.
+    begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
+    coming = step_pages(k_desc, table, begin * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+    after = step_pages(k_desc, table, begin * TILES + TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
     q_columns, rate, lse2 = owner_queries(
         q, lse, strides, stride_lse, batch, owner, first_row, rows, k.dtype.element_ty, dims, pool.softmax, SHARED, HEADS, TOKENS
     )
@@ -158,35 +174,39 @@ def few_scores_kernel(
         rate *= tl.load(k_scale + owner * stride_scale[1])
 
     out = scores + batch * stride_scores[0] + g * stride_scores[2] + row * stride_scores[1]
-    table = block_table + b * stride_table if cache.PAGE > 0 else block_table
     r, block = tl.arange(0, BLOCK_K), tl.arange(0, BLOCKS)
     own = tl.full([BLOCKS, TOKENS], LEAST, tl.float32)
     pending, spilled = own, own
-    # The step before the first one computes what its keys add to the first block, and stores nothing.
-    begin = tl.maximum(first_step - (PARTS if REACH > 1 else 0), 0)
-    coming = step_pages(k_desc, table, begin, C, STEP, BLOCKS, PIECES, PARTS, cache)
-    after = step_pages(k_desc, table, begin + TURNS - 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
-    for turn in range(begin, last_step, TURNS):
+    for i in range(begin, last_step):
         page0, page1 = coming, after
-        coming = step_pages(k_desc, table, turn + TURNS, C, STEP, BLOCKS, PIECES, PARTS, cache)
-        after = step_pages(k_desc, table, turn + 2 * TURNS - 1, C, STEP, BLOCKS, PIECES, PARTS, cache)
-        for j in tl.static_range(TURNS):
-            i = turn + j
-            inner, first, page = j if TURNS == PARTS else i % PARTS, i // PARTS * BLOCKS, page0 if j == 0 else page1
-            piece = inner * PIECES + r % PIECES  # [BLOCK_K], as key
+        coming = step_pages(k_desc, table, (i + 1) * TILES, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+        after = step_pages(k_desc, table, (i + 2) * TILES - 1, C, STEP, BLOCKS, PIECES, PARTS * TILES, cache)
+        inner, first, x = i % PARTS, i // PARTS * BLOCKS, tl.full([BLOCK_K, TOKENS], LEAST, tl.float32)
+        for j in tl.static_range(TILES):
+            page, before = page0 if j == 0 else page1, (inner * TILES + j) * PIECES
+            piece = before + r % PIECES  # [BLOCK_K], as key
             key = (first + r // PIECES) * STEP + piece
             is_key = (key < C) & (piece < STEP)
             k_tile, factor = step_keys(
-                k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + inner * PIECES, dims, BLOCK_K, cache
+                k_desc, k, k_scale, page, strides, stride_scale, b, owner, key, is_key, first * STEP + before, dims, BLOCK_K, cache
             )
+            k_tile = operand_order(k_tile) if k_tile.dtype.primitive_bitwidth == 8 else k_tile
             products = dot(k_tile.to(q_columns.dtype), q_columns) * rate * factor  # [BLOCK_K, HEADS * TOKENS]
-            x = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
-            x = tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x, LEAST)
-            total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
-            at = first + block
-            total = scaled_totals(total, at, seen, scale, rule, pool)
-            done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
-            tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+            x_tile = over_heads(products, lse2, scale, dims, pool, HEADS, TOKENS)  # [BLOCK_K, TOKENS]
+            x = join(x, tl.where(tl.where(is_key, key, C)[:, None] < seen[None, :], x_tile, LEAST), pool)
+        total, own, pending, spilled = block_totals(x, inner, own, pending, spilled, LEAST, rule, pool, BLOCKS, PIECES, PARTS)
+        at = first + block
+        total = scaled_totals(total, at, seen, scale, rule, pool)
+        done = (at < blocks) & (inner == PARTS - 1) & (i >= first_step)
+        tl.store(out[None, :] + at[:, None], total, mask=done[:, None] & is_token[None, :])
+
+
+@triton.jit
+def store_no_positions(to, rows, TOKENS: tl.constexpr):
+    """Store -1, the position of padding, for `rows` rows."""
+    for s in range(0, rows, TOKENS):
+        row = s + tl.arange(0, TOKENS)
+        tl.store(to + row, -1, mask=row < rows)
 
 
 @triton.jit
@@ -276,20 +296,23 @@ def few_scores(
         B = S // rows + requests if search else requests
     k_scale = None if call.scales is None else call.scales.k
     page = 0 if table is None else call.k.shape[2]
-    half = config.block_l // 2
-    if page % config.block_l and (page % half == 0 or call.k.dtype == call.q.dtype):  # TMA takes steps within a page
+    half, stored, together = config.block_l // 2, call.k.dtype != call.q.dtype, TOGETHER
+    pairs = stored and call.rule.reach == 1 and call.rule.pieces == config.block_l == PAIR  # a block is a step of two tiles
+    if pairs and math.prod(columns_of(call.q.shape[3], rows * shared)) <= PAIRS_COLUMNS:
+        together = TOGETHER_PAIRS
+    if pairs or (page % config.block_l and (page % half == 0 or not stored)):  # TMA takes tiles within a page
         config = msgspec.structs.replace(config, block_l=half)
     cache = Cache(call.lengths is not None, page, call.scales is not None and call.scales.page_keys > 0)
     sms = device_info(call.q.device).sm_count if call.q.is_cuda else SMS_WHEN_INTERPRETED
     pieces = min(tile_size(call.rule.pieces, 1), config.block_l)
     programs, steps = B * (G // shared), -(-blocks * pieces // config.block_l)
-    parts = parts_of(max(1, programs), max(1, steps), sms)
-    early = call.q.is_cuda and programs * parts <= TOGETHER * sms and starts_early(call.q.get_device())
+    parts = parts_of(max(1, programs), max(1, steps), together * sms)
+    early = call.q.is_cuda and programs * parts <= together * sms and starts_early(call.q.get_device())
     tile = rows, search, shared, early
-    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, call.k.dtype != call.q.dtype, config)
+    kernel = _few_scores(dims_of(call.q, call.v), call.rule, call.pool, cache, *tile, stored, config)
     tiles = kernel.constants
     step = tiles["BLOCKS"] * tiles["PIECES"]
-    whole = tiles["PARTS"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
+    whole = tiles["PARTS"] * tiles["TILES"] * tiles["PIECES"] == call.rule.pieces and page % step == 0
     k = call.k if shared == 1 else call.k[:, :1]
     desc = descriptor(k, 1, 1, step, tiles["dims"].BLOCK_D) if whole and config.loads == "tma" and aligned(k) else None
     kernel.launch(
@@ -305,17 +328,22 @@ def few_scores(
 
 
 @functools.lru_cache(REMEMBERED)
-def parts_of(programs: int, steps: int, sms: int) -> int:
+def parts_of(programs: int, steps: int, together: int) -> int:
     """Return how many parts each of `programs` takes: the fewest that leave programs at most STEPS steps, or as few as
-    possible, and at most a tenth of the multiprocessors, which run TOGETHER programs at a time, idle in the last
-    round."""
-    counts = [max(1, TOGETHER * rounds * sms // programs) for rounds in range(1, MOST_ROUNDS + 1)]
+    possible, and at most a tenth of the GPU, which runs `together` programs at a time, idle in the last round."""
+    counts = [max(1, rounds * together // programs) for rounds in range(1, MOST_ROUNDS + 1)]
 
     def cost(parts: int) -> tuple[float, float, int]:
-        rounds = programs * parts / (TOGETHER * sms)
+        rounds = programs * parts / together
         return max(0.1, 1 - rounds / math.ceil(rounds)), max(STEPS, steps / parts), parts
 
     return min(steps, min(counts, key=cost))
+
+
+def columns_of(h: int, tokens: int) -> tuple[int, int]:
+    """Return HEADS and TOKENS of `few_scores_kernel`."""
+    heads = tile_size(h, 1)
+    return heads, max(tile_size(tokens, 1), MIN_TILE // heads)
 
 
 def _shared(call: ChooseCall) -> int:
@@ -328,10 +356,12 @@ def _few_scores(
     dims: Dims, rule: Rule, pool: Pool, cache: Cache, rows: int, search: bool, shared: int, early: bool, stored: bool,
     config: KernelConfig,
 ) -> Kernel:  # fmt: skip
-    heads, pieces = tile_size(dims.h, 1), min(tile_size(rule.pieces, 1), config.block_l)
+    (heads, tokens), pieces = columns_of(dims.h, rows * shared), min(tile_size(rule.pieces, 1), config.block_l)
     dims = dims._replace(BLOCK_D=dims.BLOCK_D + (dims.BLOCK_D if dims.BLOCK_REST else 0), BLOCK_REST=0)  # one tile holds Dk
-    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": max(tile_size(rows * shared, 1), MIN_TILE // heads)}
-    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": -(-rule.pieces // pieces), "EARLY": early}
-    tiles |= {"ROWS": rows, "SEARCH": search, "TURNS": 2 if stored and tiles["PARTS"] == 2 else 1}  # two steps of e4m3 hide latency
+    tiles = {"SHARED": shared, "HEADS": heads, "TOKENS": tokens}
+    parts = -(-rule.pieces // pieces)
+    together = 1 + (stored and parts == 2 and rule.reach == 1)  # tiles of e4m3 share a step's latency
+    tiles |= {"BLOCKS": config.block_l // pieces, "PIECES": pieces, "PARTS": parts // together, "EARLY": early}
+    tiles |= {"ROWS": rows, "SEARCH": search, "TILES": together}
     started = {"launch_pdl": True} if early else {}
     return Kernel(few_scores_kernel, dims=dims, rule=rule.of_keys(), pool=pool, cache=cache, **tiles, **started, **options(config))

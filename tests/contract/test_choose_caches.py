@@ -141,7 +141,7 @@ def few_keys_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     if not torch.cuda.is_available():
         small = {name: replace(config, block_l=16, rows=16) for name, config in choose_triton.CONFIGS.items()}
         monkeypatch.setattr(choose_triton, "config_of", lambda call, kernel: small[kernel])
-        monkeypatch.setattr(choose_few, "parts_of", lambda programs, steps, sms: min(3, steps))
+        monkeypatch.setattr(choose_few, "parts_of", lambda programs, steps, together: min(3, steps))
         monkeypatch.setattr(choose_logits, "LEAST_KEYS", 64)
 
 

@@ -48,7 +48,8 @@ def make_cache(
 ) -> Cache:
     """Sequences with random pages of one pool. NaN wherever no sequence has a key; -1 in the table after its last page.
 
-    Blocks (or, with block None, ranges of 5 to 40 keys anywhere) are any of the first `room` keys, future ones among them.
+    Blocks (or, with block None, ranges of 5 to 40 keys anywhere) are any of the first `room` keys, future ones among them, in any
+    order; of three and more, but not of all, one is padding or behind all caches, and one a duplicate.
     """
     generator = torch.Generator().manual_seed(seed)
     B = len(lengths)
@@ -64,7 +65,10 @@ def make_cache(
     else:
         order = torch.rand(B, S_q, G, room // block, generator=generator).argsort(-1)[..., :n]
         order[..., 0] = torch.where((order == 0).any(-1), order[..., 0], 0)  # every sequence has a key of the first block
-        selection = Selection.from_blocks(order.int(), block)
+        if 2 < n < room // block:
+            order[..., 1] = torch.tensor((-1, 1 << 20))[torch.randint(2, order.shape[:-1], generator=generator)]
+            order[..., -1] = order[..., 0]
+        selection = Selection.from_blocks(order.int() if seed % 2 else order, block)
     table, caches = None, whole
     if page_size is not None:
         each = -(-room // page_size)

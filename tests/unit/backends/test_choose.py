@@ -204,11 +204,11 @@ def test_segments_are_whole_steps_whose_parts_fit(h: int, scratch: int) -> None:
 def test_parts_of_few_rows_end_together(steps: int) -> None:
     """On an H200. Of up to 256 programs the last round leaves a fifth of the multiprocessors idle at most, if there are steps enough."""
     for programs in range(1, 257):
-        parts = choose_few.parts_of(programs, steps, 132)
+        parts = choose_few.parts_of(programs, steps, 2 * 132)
         rounds = programs * parts / (2 * 132)
         assert 1 <= parts <= steps
         assert parts == steps or rounds / math.ceil(rounds) > 0.8, (programs, parts)
-    assert choose_few.parts_of(5000, steps, 132) == 1
+    assert choose_few.parts_of(5000, steps, 2 * 132) == 1
 
 
 @pytest.fixture
