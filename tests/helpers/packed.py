@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from typing import Any, NamedTuple
 
 import torch
@@ -120,27 +119,3 @@ def make_step(
     cu = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device=device)
     cache = plain._replace(q=q.to(dtype).to(device), k_cache=k_cache, v_cache=v_cache, selection=selection)
     return Step(cache, cu, scales, (exact.k_cache, exact.v_cache))
-
-
-def random_step(seed: int, device: str, backend: str, dtype: torch.dtype, whole_steps: bool = False) -> Step:
-    """Return a mixed step of random sizes: chunks with and without a prefix, decoding, drafts, requests without rows or keys.
-
-    whole_steps: blocks and pages of a multiple of 64 keys, and 64 or 128 columns.
-    """
-    rng = random.Random(f"{device} {backend} {seed}")
-    new, lengths = [], []
-    for _ in range(rng.randint(1, 6)):
-        rows = rng.choice((0, 1, 1, 1, 2, 4, 9, 20) if device != "cuda" else (0, 1, 1, 1, 2, 4, 9, 70, 150))
-        new.append(rows)
-        lengths.append(min(192, rng.choice((rows, rows, rows + rng.randint(0, 150), max(0, rows - 1), 0, 1))))
-    block = rng.choice((64, 128)) if whole_steps else rng.choice((None, 8, 16, 32, 64))
-    page = rng.choice((64, 128, 256)) if whole_steps else rng.choice((None, 1, 16, 24, 64))
-    columns = (64, 128) if whole_steps else (8, 16, 24)
-    plain = rng.random() < 0.7 or backend == "numba" or (backend == "cupy-cuda" and not whole_steps)  # the others read e4m3
-    return make_step(
-        tuple(new), tuple(lengths), page, spare=rng.choice((0, 0, 1, 7)) if sum(new) else 2, seed=seed, device=device, dtype=dtype,
-        each=None if plain else rng.choice(("", "tensor", "head", *["page"] * (page is not None))),
-        one_pool=page is not None and rng.random() < 0.5, one=rng.random() < 0.2, index_dtype=rng.choice((torch.int32, torch.int64)),
-        G=rng.choice((1, 2, 4)), h=rng.choice((1, 2, 3, 4, 16)), Dk=rng.choice(columns), Dv=rng.choice(columns), n=rng.choice((1, 3, 5)),
-        block=block, room=256 if whole_steps else 192,
-    )  # fmt: skip
