@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -93,8 +93,8 @@ def _visits(
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor, early: bool = False) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), counter_of(unit), maps=maps,
-            problem=problem, early=early,
+            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), counter_of(unit),
+            *launch.joined_factors(call), maps=maps, problem=problem, early=early,
         )  # fmt: skip
 
     return visit
@@ -123,21 +123,24 @@ def _joined(
             with torch.cuda.stream(streams[turn]):
                 visit(unit, *parts[turn], early=early and i > 0)
                 _start_join(
-                    "join_partials.cu", call, lists.width, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early
-                )
+                    "join_partials.cu", call, lists.width, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early,
+                    more=launch.joined_factors(call),
+                )  # fmt: skip
     finally:  # also if a launch fails, because the partials are freed then
         for stream in filter(None, streams):
             torch.cuda.current_stream(q.device).wait_stream(stream)
     return o, lse
 
 
-def _start_join(source: str, call: Call, width: int, unit: Unit, masks: Shared, *tensors: Tensor, **others: Any) -> None:
+def _start_join(
+    source: str, call: Call, width: int, unit: Unit, masks: Shared, *tensors: Tensor, more: Sequence[int] = (), **others: Any
+) -> None:  # fmt: skip
     """Launch the kernel that computes a unit's rows over the tiles that their tokens share, and adds the partials of
     all others."""
     (macros, shared), tokens = _join(call, source, width), sm90.ROWS // call.q.shape[3]
     launch.start(
         source, macros, call.q.get_device(), unit.rows.pairs * -(-unit.rows.rows // tokens), 128, shared, call.reach(width),
-        *launch.pointers(*masks), *unit.rows, *launch.pointers(*tensors), **others,
+        *launch.pointers(*masks), *unit.rows, *launch.pointers(*tensors), *more, **others,
     )  # fmt: skip
 
 
