@@ -99,8 +99,8 @@ def vllm_works(decodes: int, prefills: list[tuple[int, int]], kv: str) -> tuple[
     forward_context._forward_context = SimpleNamespace(attn_metadata={"layer": attention_step, "layer.index_cache": indexer_step})
     tokens, random = attention_step.num_actual_tokens, partial(torch.randn, dtype=torch.bfloat16, device="cuda")
     buffer = torch.full((tokens, G, n), -1, dtype=torch.int32, device="cuda")
-    one = torch.ones((), device="cuda")
-    layer = SimpleNamespace(layer_name="layer", topk_indices_buffer=buffer, _k_scale=one, _v_scale=one)
+    k_scale, v_scale = (torch.ones((), device="cuda") for _ in range(2))  # replays take no tensor twice
+    layer = SimpleNamespace(layer_name="layer", topk_indices_buffer=buffer, _k_scale=k_scale, _v_scale=v_scale)
     cache = random(pages, G, PAGE, 2 * D)
     cache = cache.to(STORED).view(torch.uint8) if kv == "fp8" else cache
     index_cache = random(pages, 1, PAGE, D)
