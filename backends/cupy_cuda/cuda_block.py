@@ -44,6 +44,7 @@ SEGMENTS_PER_SM = 2  # backward pass: order_segments.cu balances few segments, w
 MASK_BITS, JOIN_PER_SM, SHARES_PER_SM = 64, 4, 3
 LEAST_HEADS = 8  # backward pass: with fewer heads the visit is bound by copying rows, so shared tiles gain nothing
 STREAMS = 2  # forward pass
+REPLAYED_BYTES = 3 << 28  # of partials of packed batches, whose calls are replayed if all they allocate is less than MOST_BYTES (replay.py)
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # block_partials.cu: CTAs per multiprocessor; warpgroups; steps per segment
 
 
@@ -335,7 +336,7 @@ def _sizes(call: Call, width: int) -> Sizes:
     entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.S_kv // width)
     size, tile_bytes, workspace = call.q.element_size(), 4 * width * columns, workspace_beside_plan(call, width)
     if call.block_table is not None:  # no backward pass follows; few of a joined sequence's tiles exist
-        tile_bytes = 0
+        tile_bytes, workspace = 0, min(workspace, REPLAYED_BYTES)
     share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
     fitting = min(most, max(1, L2_BYTES // (h * columns * size)))
