@@ -89,5 +89,6 @@ def _widened(call: Call, pages: Tensor) -> dict[str, Any]:
     factors = temporary(call, call.q, count, G, 2, dtype=torch.float32)
     assert call.scales is not None, "of e4m3"
     widen_pages(pages.view(-1), call.k, call.v, call.scales, (k, v, factors))
-    settings = msgspec.structs.replace(call.settings, workspace_bytes=call.settings.workspace_bytes - _widened_bytes(call))
+    left = min(call.settings.workspace_bytes, cuda_block.REPLAYED_BYTES) - _widened_bytes(call)
+    settings = msgspec.structs.replace(call.settings, workspace_bytes=left)
     return {"k": k, "v": v, "scales": Scales(factors, None, page, "page"), "settings": settings}
