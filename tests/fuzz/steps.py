@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from nsa_sel import choose_blocks_with_kvcache
 from nsa_sel.testing import new_memory_is_nan
-from tests.helpers.packed import Pool, Step, make_pool, make_step
+from tests.helpers.caches import Pool
+from tests.helpers.packed import Step, make_pool, make_step, poisoned
 
 GARBAGE = (-1, 0, 2**30, -(2**31))  # in a block table, after a request's last page
 INDEX_D = 64
@@ -110,7 +111,7 @@ def check_step(seed: int, device: str) -> None:
 
 def chosen(step: Step, index_keys: Pool, sizes: dict[str, Any], **most: Any) -> Step:
     """Return the step with blocks that random index queries choose, which are checked."""
-    (T, G, *_), stored = step.cache.q.shape, index_keys.poisoned(step.unused)
+    (T, G, *_), stored = step.cache.q.shape, poisoned(index_keys, step.unused)
     q = torch.randn(T, G, 1, INDEX_D, device=step.cu.device).to(sizes["dtype"])
     q[int(step.cu[-1]) :] = torch.nan
     out = torch.full((T, G, sizes["n"]), -7, dtype=torch.int32, device=q.device)

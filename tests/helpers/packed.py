@@ -12,40 +12,26 @@ from torch import Tensor
 from nsa_sel import Selection, decisions, selection_attention_with_kvcache
 from nsa_sel.quantize import STORED
 from nsa_sel.testing import dense_attention
-from tests.helpers.caches import Cache
+from tests.helpers.caches import Cache, Pool, as_stored
 from tests.helpers.cases import assert_within_twice_baseline
-
-
-class Pool(NamedTuple):
-    """Keys or values [pages,page,G,D]: as they are stored, the numbers that they stand for in float64, and scales of e4m3."""
-
-    stored: Tensor
-    exact: Tensor
-    scale: Tensor | None = None
-
-    def poisoned(self, unused: Tensor) -> Pool:
-        """Return them with NaN where unused [pages,page], and as the scales of pages without a key."""
-        stored, scale = self.stored.clone(), self.scale
-        if stored.dtype == STORED:
-            stored.view(torch.uint8)[unused] = 0x7F
-        else:
-            stored[unused] = torch.nan
-        if scale is not None and scale.dim() == 2:
-            scale = scale.masked_fill(unused.all(1, keepdim=True), torch.nan)
-        return self._replace(stored=stored, scale=scale)
 
 
 def make_pool(sizes: tuple[int, ...], each: str | None, dtype: torch.dtype, generator: torch.Generator) -> Pool:
     """Return random numbers [pages,page,G,D]; each: what has a scale of its own in e4m3, "" for scales of 1, None for `dtype`."""
-    x, (pages, _, G, _) = torch.randn(sizes, generator=generator, device=generator.device), sizes
-    if each is None:
-        return Pool(x.to(dtype), x.to(dtype).double())
-    shape = {"": (1,), "tensor": (1,), "head": (G,), "page": (pages, G)}[each]
-    scale = 10 ** (torch.rand(shape, generator=generator, device=generator.device) * 2 - 2.5)  # differ by a factor of 100
-    scale = scale if each else torch.ones_like(scale)
-    wide = scale.reshape(-1, 1, scale.shape[-1], 1)
-    x = (x / wide).clamp(-448, 448).to(STORED)
-    return Pool(x, x.double() * wide.double(), scale if each else None)
+    x = torch.randn(sizes, generator=generator, device=generator.device)
+    return Pool(x.to(dtype), x.to(dtype).double()) if each is None else as_stored(x, each or None, generator)
+
+
+def poisoned(pool: Pool, unused: Tensor) -> Pool:
+    """Return numbers that are NaN where unused [pages,page], and as the scales of pages without a key."""
+    stored, scale = pool.stored.clone(), pool.scale
+    if stored.dtype == STORED:
+        stored.view(torch.uint8)[unused] = 0x7F
+    else:
+        stored[unused] = torch.nan
+    if scale is not None and scale.dim() == 2:
+        scale = scale.masked_fill(unused.all(1, keepdim=True), torch.nan)
+    return pool._replace(stored=stored, scale=scale)
 
 
 class Step(NamedTuple):
@@ -133,8 +119,8 @@ def make_step(
         for first, number in zip(range(0, length, page), row, strict=False):
             unused[number, : length - first] = False
     unused = unused.to(device)
-    poisoned = [pool.poisoned(unused) for pool in (keys, values)]
-    k_cache, v_cache = (pool.stored for pool in poisoned)
+    spoilt = [poisoned(pool, unused) for pool in (keys, values)]
+    k_cache, v_cache = (pool.stored for pool in spoilt)
     if one_pool:
         pool = torch.cat([x.view(torch.uint8) if x.dtype == STORED else x for x in (k_cache, v_cache)], -1).transpose(1, 2).contiguous()
         k_cache, v_cache = (x.transpose(1, 2) for x in pool.view(k_cache.dtype).split((Dk, Dv), -1))
@@ -150,5 +136,5 @@ def make_step(
         selection = Selection.from_blocks(blocks.to(index_dtype), block)
     cu, sizes = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, *itertools.accumulate(new)], [*lengths]))
     cache = Cache(q, k_cache, v_cache, selection, sizes, None if page_size is None else table.to(device))
-    scales = {f"{name}_scale": pool.scale for name, pool in zip("kv", poisoned, strict=True) if pool.scale is not None}
+    scales = {f"{name}_scale": pool.scale for name, pool in zip("kv", spoilt, strict=True) if pool.scale is not None}
     return Step(cache, cu, scales, (keys.exact, values.exact), unused)
