@@ -44,7 +44,8 @@ SEGMENTS_PER_SM = 2  # backward pass: order_segments.cu balances few segments, w
 MASK_BITS, JOIN_PER_SM, SHARES_PER_SM = 64, 4, 3
 LEAST_HEADS = 8  # backward pass: with fewer heads the visit is bound by copying rows, so shared tiles gain nothing
 STREAMS = 2  # forward pass
-REPLAYED_BYTES = 3 << 28  # of partials of packed batches, whose calls are replayed if all they allocate is less than MOST_BYTES (replay.py)
+# Packed batches of up to so many rows are replayed, so all that they allocate is less than MOST_BYTES (replay.py); bytes of their partials.
+REPLAYED_ROWS, REPLAYED_BYTES = 8192, 3 << 28
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # block_partials.cu: CTAs per multiprocessor; warpgroups; steps per segment
 
 
@@ -147,10 +148,10 @@ def _start_join(
 
 def _turns(call: Call, lists: KeyToRows) -> int:
     """Return how many streams the units alternate between, each with its share of the partials' memory. Packed batches
-    have one, because their passes are replayed."""
-    if call.block_table is not None:
-        return 1
+    that take less than the host have one, because their passes are then replayed."""
     B, S, G = call.q.shape[:3]
+    if call.block_table is not None and S <= REPLAYED_ROWS:
+        return 1
     return min(STREAMS, lists.pairs) if lists.pairs * lists.section < B * S * G else 1
 
 
@@ -336,7 +337,7 @@ def _sizes(call: Call, width: int) -> Sizes:
     entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.S_kv // width)
     size, tile_bytes, workspace = call.q.element_size(), 4 * width * columns, workspace_beside_plan(call, width)
     if call.block_table is not None:  # no backward pass follows; few of a joined sequence's tiles exist
-        tile_bytes, workspace = 0, min(workspace, REPLAYED_BYTES)
+        tile_bytes, workspace = 0, min(workspace, REPLAYED_BYTES) if S <= REPLAYED_ROWS else workspace
     share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
     fitting = min(most, max(1, L2_BYTES // (h * columns * size)))

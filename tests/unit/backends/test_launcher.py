@@ -144,6 +144,14 @@ def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> N
     assert played == [1, 1]
 
 
+def test_tensor_maps_may_point_into_temporaries() -> None:
+    """Entry 4 of the table of addresses is then the first of those at an offset: 256 bytes after that in entry 3."""
+    address, encode = 1 << 40, bytes
+    table = replay._Table([replay._Span(address, 512, 3, 256)], 4, {b"map": (address, encode)})
+    assert table.entry(table.location(b"map")) == 5
+    assert (table.offsets, table.maps, table.refused) == ([(3, 256)], [(4, encode)], False)
+
+
 @pytest.fixture
 def ranges_kernel(monkeypatch: pytest.MonkeyPatch, driver: list[str]) -> None:
     """Block indices on the CPU stay what a selection holds; the driver is asked to start the kernel that makes their ranges."""
