@@ -44,8 +44,8 @@ def layout(
 
 B16, F16 = torch.bfloat16, torch.float16
 ON_GPU = (
-    layout("cupy-cuda", B16, 4, 16, 128, 128, 16, 128, 128, one_pool=True, room=4096),
-    layout("cupy-cuda", B16, 4, 16, 128, 128, 16, 128, 128, "page", one_pool=True, room=4096),
+    layout("cupy-cuda", B16, 4, 16, 128, 128, 16, 128, 128, one_pool=True, room=3072),
+    layout("cupy-cuda", B16, 4, 16, 128, 128, 16, 128, 128, "page", one_pool=True, room=3072),
     layout("cupy-cuda", F16, 2, 4, 64, 64, 8, 64, 64),
     layout("cupy-cuda", F16, 2, 16, 128, 64, 8, 64, 128, "head"),
     layout("cupy-cuda", B16, 2, 8, 64, 128, 5, 128, None),
