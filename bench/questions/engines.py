@@ -3,11 +3,11 @@
     python -m nsa_sel.bench.questions.engines --engine vllm --out bench/results/h200/profiles/engines.jsonl
 
 Needs vLLM 0.32 or 0.33: its classes, metadata, pages and buffer; or SGLang 0.5.23: its functions, which choose and attend
-(part "both"). 4 KV groups of 16 heads, D 128, 16 of the blocks of 128 keys, random numbers in bf16, K and V in bf16 or
-e4m3. Steps of at most 4,096 tokens are timed by graph replay; those with prefilled tokens, which engines run outside of
-their graphs, call by call. Both classes attend to the blocks that vLLM's indexer chose. `same_blocks` is the share of
-tokens and groups for which both indexers choose the same set; `difference` is the largest one of the outputs, relative to
-the largest output.
+(part "both"). 4 KV groups of 16 heads, or what a rank of tensor parallelism (TP) has of them, D 128, 16 of the blocks of
+128 keys, random numbers in bf16, K and V in bf16 or e4m3. Steps of at most 4,096 tokens are timed by graph replay; those
+with prefilled tokens, which engines run outside of their graphs, call by call. Both classes attend to the blocks that
+vLLM's indexer chose. `same_blocks` is the share of tokens and groups for which both indexers choose the same set;
+`difference` is the largest one of the outputs, relative to the largest output.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from nsa_sel.engines import sglang as sglang_plugin
 from nsa_sel.engines import vllm as plugin
 from nsa_sel.quantize import STORED
 
-G, h, D, n, PAGE = 4, 16, 128, 16, 128
+HEADS, GROUPS, D, n, PAGE = 64, 4, 128, 16, 128
 CASES: dict[str, tuple[int, list[tuple[int, int]]]] = {  # requests that decode over 32k keys; new and cached tokens of others
     "decode-64": (64, []),
     "decode-64, chunk of 2k": (64, [(2048, 6144)]),
@@ -90,7 +90,7 @@ def classes() -> dict[str, tuple[type, type]]:
     return {"vllm": (sparse_attention.MiniMaxM3SparseTritonImpl, indexer.MiniMaxM3IndexerTritonImpl), "nsa-sel": ours}  # type: ignore[dict-item]
 
 
-def vllm_works(decodes: int, prefills: list[tuple[int, int]], kv: str) -> tuple[Works, Row]:
+def vllm_works(decodes: int, prefills: list[tuple[int, int]], kv: str, G: int, h: int) -> tuple[Works, Row]:
     """Return both parts of a step of vLLM, and what a row says of it."""
     from vllm import forward_context
     from vllm.config import VllmConfig, set_current_vllm_config
@@ -128,7 +128,7 @@ def vllm_works(decodes: int, prefills: list[tuple[int, int]], kv: str) -> tuple[
     return works, {"tokens": tokens, "pages": pages, "same_blocks": same, "difference": difference(*outputs.values())}
 
 
-def sglang_works(decodes: int, prefills: list[tuple[int, int]], kv: str) -> tuple[Works, Row]:
+def sglang_works(decodes: int, prefills: list[tuple[int, int]], kv: str, G: int, h: int) -> tuple[Works, Row]:
     """Return a step of SGLang, which decodes by a function of its own unless requests prefill, and what a row says of it."""
     from sglang.srt.layers.attention.minimax_sparse_ops import minimax_sparse
 
@@ -166,15 +166,16 @@ def difference(theirs: torch.Tensor, ours: torch.Tensor) -> float:
 ENGINES = {"vllm": (vllm_works, ("attention", "indexer")), "sglang": (sglang_works, ("both",))}
 
 
-def measured(engine: str, case: str, kv: str, rep: float) -> Iterator[Row]:
+def measured(engine: str, case: str, kv: str, rep: float, ranks: int = 1) -> Iterator[Row]:
     """Yield rows of all parts and both contenders."""
     make, parts = ENGINES[engine]
-    works, facts = make(*CASES[case], kv)
+    G = max(1, GROUPS // ranks)
+    works, facts = make(*CASES[case], kv, G, HEADS // ranks // G)
     timers: dict[str, Any] = {"calls": milliseconds} if CASES[case][1] else {}
     if facts["tokens"] <= MOST_REPLAYED:
         timers["replay"] = replayed_milliseconds
     for part, name, timed in itertools.product(parts, works, timers):
-        row = {"case": case, "part": part, "contender": name, "kv": kv, "timed": timed, **facts}
+        row = {"case": case + f", TP {ranks}" * (ranks > 1), "part": part, "contender": name, "kv": kv, "timed": timed, **facts}
         yield {**row, **timers[timed](works[name][part], Timing(rep)).fields()}
 
 
@@ -204,13 +205,14 @@ def main(
     engine: Annotated[str, typer.Option(help="vllm or sglang, which must be installed")] = "vllm",
     only: Annotated[str, typer.Option(help=f"cases, separated by semicolons: {'; '.join(CASES)}")] = ";".join(CASES),
     formats: Annotated[str, typer.Option(help="of K and V, comma-separated: bf16, fp8")] = "bf16,fp8",
+    ranks: Annotated[int, typer.Option(help="of tensor parallelism, of which one is timed")] = 1,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 30,
 ) -> None:
     """Time all parts of every step; append the rows, and print a table."""
     need_gpu("engines")
     torch.manual_seed(0)
     with torch.inference_mode():
-        each = (measured(engine, case, kv, rep) for kv, case in itertools.product(formats.split(","), only.split(";")))
+        each = (measured(engine, case, kv, rep, ranks) for kv, case in itertools.product(formats.split(","), only.split(";")))
         echo(table(store.kept(out, itertools.chain.from_iterable(each), store.stamp())))
 
 
