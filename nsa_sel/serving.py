@@ -145,7 +145,9 @@ def _attend(
         where = _Keys(cache_seqlens, block_table)
         if requests is not None:
             unit = math.lcm(max(1, k.shape[2]), selection.block_size or 1)
-            where = where._replace(rows=rows_of(requests.cu, cache_seqlens, len(q), S_kv, unit)[:-1], most_rows=requests.most)
+            where = where._replace(
+                rows=rows_of(requests.cu, cache_seqlens, len(q), S_kv, unit, scales is not None)[:-1], most_rows=requests.most
+            )
         if differentiable:
             results = _with_gradients(q, k, v, selection, cache_seqlens, scale, backend)
         elif r > 1:

@@ -15,9 +15,11 @@ from torch import Tensor
 
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
+from nsa_sel.quantize import Scales
 
 ROWS, BOUNDS = 32, 32
 COMPARED = 2048  # pairs of a row's blocks per program of `join_rows`
+LEAST = tl.constexpr(1e-30)  # factor in place of 0, for which masked logits would be NaN
 
 
 @triton.jit
@@ -76,12 +78,12 @@ def _rows_kernel(few: int) -> Kernel:
 @triton.jit
 def join_rows_kernel(
     listed, rows, block_table, ranges, positions, pages, stride_table, total, G, N: tl.constexpr, BLOCK: tl.constexpr,
-    PAGE: tl.constexpr, INDEXED: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr,
+    PAGE: tl.constexpr, INDEXED: tl.constexpr, FIRST: tl.constexpr, NP: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Store the distinct blocks of rows [T,G] as ranges of the joined sequence, the rows' positions in it, and the pages
     of the blocks; no ranges for rows without a place in it.
 
-    Grid: one program per ROWS of the `total` rows. Programs that name the same block store the same page.
+    Grid: one program per ROWS of the `total` rows. Programs that name the same block store the same page, plus FIRST.
 
     listed: block indices [T,G,N] if INDEXED, else ranges [T,G,N,2].
     """
@@ -108,23 +110,69 @@ def join_rows_kernel(
         key = block * BLOCK + skipped
         stored = seen & (key < keys[:, None])
         page = tl.load(block_table + (request * stride_table)[:, None] + key // PAGE, mask=stored, other=0)
-        tl.store(pages + (begin[:, None] + key) // PAGE, page, mask=stored)
+        tl.store(pages + (begin[:, None] + key) // PAGE, page + FIRST, mask=stored)
     position = tl.where(begin >= 0, tl.maximum(begin + keys - 1, 0), 0)
     tl.store(positions + t, position, mask=exists & (row % G == 0))
 
 
 def join_rows(
-    listed: Tensor, indexed: bool, rows: Tensor, block_table: Tensor, to: tuple[Tensor, Tensor, Tensor], block: int, page: int
-) -> None:
-    """Fill `to`: ranges [T,G,n,2] int32, positions [T] int32 and pages int32, from listed [T,1,G,n] or [T,1,G,n,2]."""
+    listed: Tensor, indexed: bool, rows: Tensor, block_table: Tensor, to: tuple[Tensor, Tensor, Tensor], block: int, page: int,
+    first: int = 0,
+) -> None:  # fmt: skip
+    """Fill `to`: ranges [T,G,n,2] int32, positions [T] int32 and pages int32, from listed [T,1,G,n] or [T,1,G,n,2]. first: the
+    number of page 0."""
     T, _, G, n = listed.shape[:4]
-    kernel = _join_kernel(n, block, page, indexed)
+    kernel = _join_kernel(n, block, page, indexed, first)
     kernel.launch(-(-T * G // kernel.constants["ROWS"]), (listed, rows, block_table, *to), (block_table.stride(0), T * G, G))
 
 
 @functools.lru_cache(REMEMBERED)
-def _join_kernel(n: int, block: int, page: int, indexed: bool) -> Kernel:
+def _join_kernel(n: int, block: int, page: int, indexed: bool, first: int) -> Kernel:
     width = tile_size(n, 1)
-    return Kernel(
-        join_rows_kernel, N=n, BLOCK=block, PAGE=page, INDEXED=indexed, NP=width, ROWS=max(1, COMPARED // width // width), num_warps=4
-    )
+    rows = max(1, COMPARED // width // width)
+    return Kernel(join_rows_kernel, N=n, BLOCK=block, PAGE=page, INDEXED=indexed, FIRST=first, NP=width, ROWS=rows, num_warps=4)
+
+
+@triton.jit
+def widen_pages_kernel(
+    pages, k, v, k_scale, v_scale, k_to, v_to, factors, strides_k, strides_v, k_factors, v_factors, G,
+    PAGE: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, KEYS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Copy the pages of e4m3 numbers that are named to 16-bit ones, in their order, and their scales to factors [pages,G,2];
+    that of keys is made positive, and its sign multiplies the keys.
+
+    Grid: one program per group of a joined page; pages: their numbers from 1, 0 for those that nobody reads.
+    strides_k, strides_v: of [pages,G,PAGE]; k_factors, v_factors: of scales [pages,G].
+    """
+    number, g = (tl.program_id(0) // G).to(tl.int64), (tl.program_id(0) % G).to(tl.int64)
+    page = tl.load(pages + number).to(tl.int64) - 1
+    if page < 0:
+        return
+    k_factor = 1.0 if k_scale is None else tl.load(k_scale + page * k_factors[0] + g * k_factors[1])
+    v_factor = 1.0 if v_scale is None else tl.load(v_scale + page * v_factors[0] + g * v_factors[1])
+    sign, size = tl.where(k_factor < 0, -1.0, 1.0), tl.abs(k_factor)
+    at = factors + 2 * (number * G + g)
+    tl.store(at, tl.where(size < LEAST, LEAST, size))
+    tl.store(at + 1, v_factor)
+    column = tl.arange(0, COLUMNS)[None, :]
+    for first in tl.static_range(0, PAGE, KEYS):
+        key = first + tl.arange(0, KEYS)[:, None].to(tl.int64)  # [KEYS, 1]
+        to = (number * G + g) * PAGE + key
+        x = tl.load(k + page * strides_k[0] + g * strides_k[1] + key * strides_k[2] + column, mask=column < DK)
+        tl.store(k_to + to * DK + column, (sign * x.to(tl.float16)).to(k_to.dtype.element_ty), mask=column < DK)
+        x = tl.load(v + page * strides_v[0] + g * strides_v[1] + key * strides_v[2] + column, mask=column < DV)
+        tl.store(v_to + to * DV + column, x.to(tl.float16).to(v_to.dtype.element_ty), mask=column < DV)
+
+
+def widen_pages(pages: Tensor, k: Tensor, v: Tensor, scales: Scales, to: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Fill `to`: k and v [joined pages,G,page,D] of 16 bits, and factors [joined pages,G,2] float32, from pages [joined pages]
+    int32 and e4m3 caches [pages,G,page,D]."""
+    _, G, page, Dk = k.shape
+    kernel = _widen_kernel(page, Dk, v.shape[3])
+    strides = [(0, 0) if x is None else x.stride() if scales.page_keys else (0, x.stride(1)) for x in (scales.k, scales.v)]
+    kernel.launch(pages.numel() * G, (pages, k, v, scales.k, scales.v, *to), (k.stride()[:3], v.stride()[:3], *strides, G))
+
+
+@functools.lru_cache(REMEMBERED)
+def _widen_kernel(page: int, Dk: int, Dv: int) -> Kernel:
+    return Kernel(widen_pages_kernel, PAGE=page, DK=Dk, DV=Dv, KEYS=64, COLUMNS=tile_size(max(Dk, Dv), 1), num_warps=4)

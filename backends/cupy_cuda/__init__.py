@@ -26,14 +26,14 @@ def forward(call: Call) -> tuple[Tensor, Tensor]:
     All kernels read a cache's lengths and block table. Row kernels gather from pages of any size; tile and block
     kernels need pages of whole steps.
     """
+    if packed.supports(call):
+        return packed.forward(call)
     if call.scales is not None:
         return few_tokens.forward_e4m3(call) if few_tokens.supports_e4m3(call) else whole_blocks.forward(call)
     if sm90.supports_tiles(call):
         return sm90.forward_tiles(call)
     if few_tokens.supports(call):
         return few_tokens.forward(call)
-    if packed.supports(call):
-        return packed.forward(call)
     if whole_blocks.supports(call):
         return whole_blocks.forward(call)
     return sm80.forward_rows(call)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +44,8 @@ SEGMENTS_PER_SM = 2  # backward pass: order_segments.cu balances few segments, w
 MASK_BITS, JOIN_PER_SM, SHARES_PER_SM = 64, 4, 3
 LEAST_HEADS = 8  # backward pass: with fewer heads the visit is bound by copying rows, so shared tiles gain nothing
 STREAMS = 2  # forward pass
+# Packed batches of up to so many rows are replayed, so all that they allocate is less than MOST_BYTES (replay.py); bytes of their partials.
+REPLAYED_ROWS, REPLAYED_BYTES = 8192, 3 << 28
 PER_SM, WARPGROUPS, STEPS = 2, 2, 32  # block_partials.cu: CTAs per multiprocessor; warpgroups; steps per segment
 
 
@@ -93,8 +95,8 @@ def _visits(
     def visit(unit: Unit, part_o: Tensor, part_lse: Tensor, early: bool = False) -> None:
         launch.start(
             "block_partials.cu", macros, device, segments, 128 * WARPGROUPS, shared, lists.entries.data_ptr(), lists.reach,
-            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), counter_of(unit), maps=maps,
-            problem=problem, early=early,
+            *launch.pointers(listed, *cuts), segment, *unit.lists, *launch.pointers(part_o, part_lse), counter_of(unit),
+            *launch.joined_factors(call), maps=maps, problem=problem, early=early,
         )  # fmt: skip
 
     return visit
@@ -123,30 +125,33 @@ def _joined(
             with torch.cuda.stream(streams[turn]):
                 visit(unit, *parts[turn], early=early and i > 0)
                 _start_join(
-                    "join_partials.cu", call, lists.width, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early
-                )
+                    "join_partials.cu", call, lists.width, unit, masks, *parts[turn], o, lse, maps=join_maps, problem=problem, early=early,
+                    more=launch.joined_factors(call),
+                )  # fmt: skip
     finally:  # also if a launch fails, because the partials are freed then
         for stream in filter(None, streams):
             torch.cuda.current_stream(q.device).wait_stream(stream)
     return o, lse
 
 
-def _start_join(source: str, call: Call, width: int, unit: Unit, masks: Shared, *tensors: Tensor, **others: Any) -> None:
+def _start_join(
+    source: str, call: Call, width: int, unit: Unit, masks: Shared, *tensors: Tensor, more: Sequence[int] = (), **others: Any
+) -> None:  # fmt: skip
     """Launch the kernel that computes a unit's rows over the tiles that their tokens share, and adds the partials of
     all others."""
     (macros, shared), tokens = _join(call, source, width), sm90.ROWS // call.q.shape[3]
     launch.start(
         source, macros, call.q.get_device(), unit.rows.pairs * -(-unit.rows.rows // tokens), 128, shared, call.reach(width),
-        *launch.pointers(*masks), *unit.rows, *launch.pointers(*tensors), **others,
+        *launch.pointers(*masks), *unit.rows, *launch.pointers(*tensors), *more, **others,
     )  # fmt: skip
 
 
 def _turns(call: Call, lists: KeyToRows) -> int:
     """Return how many streams the units alternate between, each with its share of the partials' memory. Packed batches
-    have one, because their passes are replayed."""
-    if call.block_table is not None:
-        return 1
+    that take less than the host have one, because their passes are then replayed."""
     B, S, G = call.q.shape[:3]
+    if call.block_table is not None and S <= REPLAYED_ROWS:
+        return 1
     return min(STREAMS, lists.pairs) if lists.pairs * lists.section < B * S * G else 1
 
 
@@ -332,7 +337,7 @@ def _sizes(call: Call, width: int) -> Sizes:
     entries, columns, tiles = call.selection.n * call.reach(width), Dk + call.v.shape[3], -(-call.S_kv // width)
     size, tile_bytes, workspace = call.q.element_size(), 4 * width * columns, workspace_beside_plan(call, width)
     if call.block_table is not None:  # no backward pass follows; few of a joined sequence's tiles exist
-        tile_bytes = 0
+        tile_bytes, workspace = 0, min(workspace, REPLAYED_BYTES) if S <= REPLAYED_ROWS else workspace
     share_bytes = entries * h * max(Dk * size, call.v.shape[3] * size + 4)  # of a row
     most = max((3 * workspace // 4 - tiles * tile_bytes) // share_bytes, workspace // 8 // share_bytes, 1)
     fitting = min(most, max(1, L2_BYTES // (h * columns * size)))

@@ -139,7 +139,12 @@ def page_of(call: Call) -> int | None:
 
 def joined_macros(call: Call) -> dict[str, int]:
     """Return the macros of a kernel that reads the pages of one sequence, at positions (packed.py); none without pages."""
-    return {} if call.block_table is None else {"PAGE": call.k.shape[2], "JOINED": 1}
+    return {} if call.block_table is None else {"PAGE": call.k.shape[2], "JOINED": 1 + (call.scales is not None)}
+
+
+def joined_factors(call: Call) -> list[int]:
+    """Return the address of the factors of its pages' keys and values [pages,G,2]; 0 without scales."""
+    return pointers(None if call.scales is None else call.scales.k)
 
 
 def cache_macros(page: int | None, packed: bool = False) -> dict[str, int]:

@@ -623,9 +623,7 @@ class _Table:
     def location(self, value: Any) -> tuple[int, int]:
         if type(value) is bytes and value in self.encoders:
             address, encode = self.encoders[value]
-            location = self.location(address)
-            self.refused |= location[0] != _INPUT  # maps must point to the start of a tensor
-            return _MAP, _index(self.maps, (location[1], encode))
+            return _MAP, _index(self.maps, (self.entry(self.location(address)), encode))
         if type(value) is bytes:
             return _CONSTANT, _index(self.constants, value)
         spans = [x for x in self.spans if x.begin <= value < x.begin + x.size]

@@ -84,7 +84,7 @@ KERNELS = "nsa_sel.backends._triton.packed_rows"  # imported with the first pack
 MOST_JOINED = 1 << 18  # keys of a joined sequence: their number bounds the lists that are sorted
 
 
-def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int, unit: int) -> Tensor:
+def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int, unit: int, stored: bool = False) -> Tensor:
     """Return what each of T rows of a packed batch over caches reads, [T+1,4] int32, without waiting for a GPU.
 
     Its columns are, for row i: how many keys of its request it sees (0 in padding), and that request. Then where the
@@ -97,8 +97,9 @@ def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int, unit
         cache_seqlens: [R], their keys, those of the rows included.
         T, S_kv: rows, and the most keys of a request.
         unit: a multiple of the keys of a page and of a block.
+        stored: whether keys are quantized.
     """
-    device, room = cu_seqlens_q.device, joined_keys(T, len(cache_seqlens), S_kv, unit)
+    device, room = cu_seqlens_q.device, joined_keys(T, len(cache_seqlens), S_kv, unit, stored)
     if device.type == "cuda":
         rows = torch.empty(T + 1, 4, dtype=torch.int32, device=device)
         with torch.cuda.device(device):
@@ -120,10 +121,11 @@ def rows_of(cu_seqlens_q: Tensor, cache_seqlens: Tensor, T: int, S_kv: int, unit
     return rows
 
 
-def joined_keys(T: int, R: int, S_kv: int, unit: int) -> int:
-    """Return how many keys a sequence has that joins requests of more than FEW_TOKENS rows, at most MOST_JOINED."""
+def joined_keys(T: int, R: int, S_kv: int, unit: int, stored: bool) -> int:
+    """Return how many keys a sequence has that joins requests of more than FEW_TOKENS rows, at most MOST_JOINED; half as
+    many if they are quantized, because they are copied."""
     requests = min(R, T // (FEW_TOKENS + 1))
-    return min(requests * -(-S_kv // unit), MOST_JOINED // unit) * unit
+    return min(requests * -(-S_kv // unit), (MOST_JOINED >> stored) // unit) * unit
 
 
 class Batch(NamedTuple):

@@ -59,7 +59,10 @@ class Layout(NamedTuple):
 ROWS = (Layout(None, 4), Layout(16), Layout(24, 2, None), Layout(64, 2, 32), Layout(64, 2, 128), Layout(256, 8, 64))
 EMULATED = tuple(layout._replace(h=3, Dv=24) for layout in (Layout(None, 4), Layout(16), Layout(24, 2, None), Layout(64, 2, 128)))
 TILES = (Layout(64, 15, 64, 16, 64, 64), Layout(64, 15, 128, 16, 64, 64), Layout(None, 15, 8, 16, 64, 64))
-JOINED = tuple(Layout(page, 1, block, h, 64, 64) for page, block, h in ((64, 64, 16), (64, 128, 16), (128, 128, 4), (256, 64, 3)))
+JOINED = (
+    *(Layout(page, 1, block, h, 64, 64) for page, block, h in ((64, 64, 16), (64, 128, 16), (128, 128, 4), (256, 64, 3))),
+    Layout(128, 1, 128, 16, 64, 64, "page"), Layout(128, 1, 64, 4, 64, 64, "head"),
+)  # fmt: skip
 SCALED = (
     Layout(None, 1, 16, each="head"), Layout(16, 2, 16, each="page"), Layout(64, 2, 32, each="page", Dv=16),
     Layout(24, 1, None, each="tensor"),
@@ -228,8 +231,12 @@ def check_joined(lane: Lane, layout: Layout, patch: pytest.MonkeyPatch) -> None:
         "spare": 3,
         "room": 256,
         "n": 3,
+        "each": layout.each,
     }
-    for room in (core_packed.MOST_JOINED, 256 + 128):
+    if layout.each is not None:
+        skip_without_e4m3(lane)
+        facts["dtype"] = torch.bfloat16
+    for room in (core_packed.MOST_JOINED, (256 + 128) << (layout.each is not None)):
         patch.setattr(core_packed, "MOST_JOINED", room)
         for index_dtype in (torch.int32, torch.int64):
             step = make_step(new, lengths, **facts, index_dtype=index_dtype, one=index_dtype == torch.int64)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -290,18 +289,3 @@ def test_packed_ties_go_to_the_lower_block(lane: Lane, case: Index) -> None:
     k_cache, keys = packed.cache.k_cache, torch.zeros_like(packed.rows.keys)
     packed = packed._replace(cache=packed.cache._replace(k_cache=k_cache.where(k_cache.isnan(), 0)), rows=packed.rows._replace(keys=keys))
     check_packed(lane, case, packed, chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu).block_indices.squeeze(1))
-
-
-@pytest.mark.parametrize("seed", range(8))
-@of((Index(),))
-def test_random_steps_of_packed_requests(lane: Lane, case: Index, seed: int) -> None:
-    """Chunks with and without a prefix, decoding, drafts, and requests without rows or keys."""
-    rng, steps = random.Random(seed), 20 if lane.device == "cuda" else 1
-    for step in range(seed * steps, (seed + 1) * steps):
-        case = rng.choice(PACKED)
-        new = [rng.choice((0, 1, 1, 2, 4, 8, 9, 70 if lane.device == "cuda" else 20)) for _ in range(rng.randint(1, 9))]
-        lengths = [min(ROOM[lane.device], rng.choice((rows, rows + rng.randint(0, 150), max(0, rows - 1), 0, 1, 1400))) for rows in new]
-        packed = make_packed(lane, case, lane.dtype, tuple(new), tuple(lengths), seed=step)
-        most = rng.choice((None, max(*new, 1), max(*new, 1) + 5))
-        selection = chosen(lane, case, packed.cache, cu_seqlens_q=packed.cu, max_seqlen_q=most)
-        check_packed(lane, case, packed, selection.block_indices.squeeze(1))

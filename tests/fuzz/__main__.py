@@ -12,7 +12,8 @@ import torch
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests import conftest
 from tests.fuzz.cases import case
-from tests.fuzz.checks import check, check_packed
+from tests.fuzz.checks import check
+from tests.fuzz.steps import check_step
 
 
 def main() -> int:
@@ -21,7 +22,7 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--count", type=int, default=1, help="how many seeds; one case is printed too")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--kind", choices=("mixed", "packed"), default="mixed", help="packed: steps of several requests over caches")
+    parser.add_argument("--kind", choices=("calls", "steps"), default="calls", help="steps: of several requests over caches")
     options = parser.parse_args()
     for name in [name for name in os.environ if name.startswith("NSA_")]:
         del os.environ[name]
@@ -30,11 +31,11 @@ def main() -> int:
     failed = 0
     with contextlib.contextmanager(conftest.interpreter_of_tests.__wrapped__)():
         for seed in range(options.first, options.first + options.count):
-            one = case(seed, options.device) if options.kind == "mixed" else None
+            one = case(seed, options.device) if options.kind == "calls" else None
             if options.count == 1:
                 print(one)
             try:
-                check_packed(seed, options.device) if one is None else check(one)
+                check_step(seed, options.device) if one is None else check(one)
             except Exception as error:
                 failed += 1
                 kind = options.kind if one is None else one.kind

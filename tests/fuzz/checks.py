@@ -27,7 +27,6 @@ from nsa_sel.testing import RESULTS
 from tests.fuzz.cases import Case, Facts
 from tests.helpers.caches import gathered, make_cache, positions
 from tests.helpers.cases import assert_within_twice_baseline, lse_dtype, make_qkv, oracle_results, plain_results
-from tests.helpers.packed import random_step
 from tests.helpers.varlen_cases import Packed, bounds, seen_keys
 
 CPU_SECONDS = 120  # of processor time, which does not grow under load, that one case may take; compiling takes most of it
@@ -354,17 +353,3 @@ def _limited() -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
         signal.signal(signal.SIGPROF, before)
-
-
-# Packed rows over caches
-
-
-def check_packed(seed: int, device: str) -> None:
-    """One mixed step of several requests, on a backend that the seed names, against the oracle; a refusal is one of e4m3 or of pages."""
-    backends = (
-        ("sdpa-packed",) * 9 + ("numba",) * 10 + ("triton-group",) if device == "cpu" else ("cupy-cuda", "cupy-cuda", "triton-group", None)
-    )
-    backend = backends[seed % len(backends)]
-    dtype = (torch.float32, torch.float16)[seed % 2] if device == "cpu" else (torch.bfloat16, torch.float16)[seed % 2]
-    step = random_step(seed, device, str(backend), dtype, whole_steps=device == "cuda" and seed // 4 % 2 == 0)
-    step.check(backend)

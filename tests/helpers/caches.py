@@ -144,6 +144,24 @@ def replayed_with(
 EACH = (None, "tensor", "head", "page")  # what has a scale of its own
 
 
+class Pool(NamedTuple):
+    """Keys or values [pages,page,G,D]: as they are stored, the numbers that they stand for in float64, and scales of e4m3."""
+
+    stored: Tensor
+    exact: Tensor
+    scale: Tensor | None = None
+
+
+def as_stored(x: Tensor, each: str | None, generator: torch.Generator) -> Pool:
+    """Return x [pages,page,G,D] in e4m3 with random scales, which differ by a factor of 100."""
+    pages, _, G, _ = x.shape
+    shape = {None: (1,), "tensor": (1,), "head": (G,), "page": (pages, G)}[each]
+    scale = (10 ** (torch.rand(shape, generator=generator, device=generator.device) * 2 - 2.5)).to(x.device)
+    wide = torch.ones(1, 1, 1, 1, device=x.device) if each is None else scale.reshape(-1, 1, scale.shape[-1], 1)
+    stored = (x / wide).clamp(-448, 448).to(STORED)
+    return Pool(stored, stored.double() * wide.double(), scale if each else None)
+
+
 class QuantizedCache(NamedTuple):
     """A cache with e4m3 keys and values, its scales, and the same cache with the numbers that they stand for, in float64."""
 
@@ -171,25 +189,14 @@ class QuantizedCache(NamedTuple):
 def make_quantized(each: str | None, page_size: int | None = 16, *, dtype: torch.dtype = torch.float32, **sizes: Any) -> QuantizedCache:
     """`make_cache` in e4m3, q in `dtype`. Scales differ by a factor of 100. NaN, as a number and as a scale, where no sequence has a
     key."""
-    plain = make_cache(page_size=page_size, **sizes)
-    pages, _, G, _ = plain.k_cache.shape
-    generator = torch.Generator().manual_seed(1)
-    stored, exact, scales = [], [], {}
-    for name, x in (("k", plain.k_cache), ("v", plain.v_cache)):
-        shape = {None: (1,), "tensor": (1,), "head": (G,), "page": (pages, G)}[each]
-        scale = 10 ** (torch.rand(shape, generator=generator) * 2 - 2.5).to(x.device)
-        wide = torch.ones_like(scale) if each is None else scale
-        wide = wide.reshape(-1, 1, wide.shape[-1], 1)
-        stored.append((x / wide).clamp(-448, 448).to(STORED))
-        exact.append(stored[-1].double() * wide.double())
-        if each == "page":
-            scale[x.isnan().all(3).all(2).all(1)] = torch.nan
-        if each is not None:
-            scales[f"{name}_scale"] = scale
-    q = plain.q.to(dtype)
+    plain, generator = make_cache(page_size=page_size, **sizes), torch.Generator().manual_seed(1)
+    (k, v), plain = (as_stored(x, each, generator) for x in plain[1:3]), plain._replace(q=plain.q.to(dtype))
+    scales = {f"{name}_scale": x.scale for name, x in (("k", k), ("v", v)) if x.scale is not None}
+    for name, x in (("k_scale", plain.k_cache), ("v_scale", plain.v_cache)) if each == "page" else ():
+        scales[name][x.isnan().all(3).all(2).all(1)] = torch.nan
     return QuantizedCache(
-        plain._replace(q=q, k_cache=stored[0], v_cache=stored[1]), scales, plain._replace(q=q, k_cache=exact[0], v_cache=exact[1])
-    )
+        plain._replace(k_cache=k.stored, v_cache=v.stored), scales, plain._replace(k_cache=k.exact, v_cache=v.exact)
+    )  # fmt: skip
 
 
 def large_keys(given: QuantizedCache) -> QuantizedCache:

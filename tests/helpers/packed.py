@@ -1,146 +1,140 @@
-"""Packed batches over caches for tests: rows of several requests end to end, checked against the oracle row by row."""
+"""Packed batches over caches for tests: rows of several requests end to end, checked against float64 over every request's keys."""
 
 from __future__ import annotations
 
 import itertools
-import random
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from nsa_sel import Selection, decisions, selection_attention_with_kvcache
-from nsa_sel.oracle import oracle_forward
+from nsa_sel.quantize import STORED
 from nsa_sel.testing import dense_attention
-from tests.helpers.caches import Cache, gathered, make_cache, make_quantized, positions
+from tests.helpers.caches import Cache, Pool, as_stored
 from tests.helpers.cases import assert_within_twice_baseline
 
 
-class Step(NamedTuple):
-    """The arguments of a call over rows of R requests, and the same cache in numbers that are exact."""
+def make_pool(sizes: tuple[int, ...], each: str | None, dtype: torch.dtype, generator: torch.Generator) -> Pool:
+    """Return random numbers [pages,page,G,D]; each: what has a scale of its own in e4m3, "" for scales of 1, None for `dtype`."""
+    x = torch.randn(sizes, generator=generator, device=generator.device)
+    return Pool(x.to(dtype), x.to(dtype).double()) if each is None else as_stored(x, each or None, generator)
 
-    cache: Cache  # q [T,G,h,Dk], pools or caches of R requests, a selection over [T,1,G]
+
+def poisoned(pool: Pool, unused: Tensor) -> Pool:
+    """Return numbers that are NaN where unused [pages,page], and as the scales of pages without a key."""
+    stored, scale = pool.stored.clone(), pool.scale
+    if stored.dtype == STORED:
+        stored.view(torch.uint8)[unused] = 0x7F
+    else:
+        stored[unused] = torch.nan
+    if scale is not None and scale.dim() == 2:
+        scale = scale.masked_fill(unused.all(1, keepdim=True), torch.nan)
+    return pool._replace(stored=stored, scale=scale)
+
+
+class Step(NamedTuple):
+    """The arguments of a call over rows of R requests, and the same keys and values in float64."""
+
+    cache: Cache  # q [T,G,h,Dk], pools or caches of R requests, a selection over [T,G]
     cu: Tensor  # [R+1]
     scales: dict[str, Tensor]
-    exact: tuple[Tensor, Tensor]
+    exact: tuple[Tensor, Tensor]  # [pages,page,G,D], or [R,room,G,D]
+    unused: Tensor  # [pages,page]: no request's keys
 
     def called(self, backend: str | None, **options: Any) -> tuple[Tensor, Tensor]:
         """Return o and lse, written to tensors that held NaN."""
         q, v = self.cache.q, self.cache.v_cache
-        wide = torch.promote_types(q.dtype, torch.float32)
-        given = [
-            torch.full((*q.shape[:3], *rest), torch.nan, dtype=dtype, device=q.device)
-            for rest, dtype in (((v.shape[3],), q.dtype), ((), wide))
-        ]
-        found = selection_attention_with_kvcache(
-            *self.cache, **self.scales, cu_seqlens_q=self.cu, out=given[0], lse_out=given[1], return_lse=True, backend=backend, **options
-        )  # fmt: skip
-        assert all(x is y for x, y in zip(found, given, strict=True))
-        return given[0], given[1]
+        o = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype, device=q.device)
+        lse = torch.full(q.shape[:3], torch.nan, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
+        options |= {"cu_seqlens_q": self.cu, "out": o, "lse_out": lse, "return_lse": True, "backend": backend}
+        found = selection_attention_with_kvcache(*self.cache, **self.scales, **options)
+        assert found[0] is o
+        assert found[1] is lse
+        return o, lse
 
-    def rows(self) -> Cache:
-        """Return the cache as sequences of one token: its rows."""
-        cache, cu = self.cache, self.cu.tolist()
-        spare = len(cache.q) - cu[-1]
-        request = [r for r, (first, end) in enumerate(itertools.pairwise(cu)) for _ in range(first, end)] + [0] * spare
-        keys = [
-            n - (end - first) + i + 1
-            for n, (first, end) in zip(cache.cache_seqlens.tolist(), itertools.pairwise(cu), strict=True)
-            for i in range(end - first)
-        ]
-        keys = torch.tensor([max(0, n) for n in keys] + [0] * spare, device=cache.q.device)
-        k, v = self.exact if cache.block_table is not None else (x[request] for x in self.exact)
-        table = None if cache.block_table is None else cache.block_table[request]
-        return Cache(cache.q.unsqueeze(1), k, v, cache.selection, keys, table)
+    def requests(self, *pools: Tensor) -> Iterator[tuple[slice, int, list[Tensor]]]:
+        """Yield the rows of each request that has some, its length, and its keys [length,G,D] in each pool."""
+        table = self.cache.block_table
+        for r, (bounds, length) in enumerate(zip(itertools.pairwise(self.cu.tolist()), self.cache.cache_seqlens.tolist(), strict=True)):
+            pages = slice(r, r + 1) if table is None else table[r, : -(-length // pools[0].shape[1])].long()
+            if bounds[0] < bounds[1]:
+                yield slice(*bounds), length, [x[pages].flatten(0, 1)[:length] for x in pools]
 
     def check(self, backend: str | None, **options: Any) -> tuple[Tensor, Tensor]:
-        """Check o and lse against the oracle, within twice the error of a plain computation with the same numbers."""
+        """Check o and lse against float64, within twice the error of a plain computation with the same numbers."""
         with torch.no_grad():
             o, lse = self.called(backend, **options)
-        decision = decisions()[-1]
-        assert backend is None or decision.forward == backend
-        rows = self.rows()
-        given, (k, v) = (rows.selection.ranges, None, positions(rows)), gathered(rows)
-        wide = torch.promote_types(rows.q.dtype, torch.float32) if self.scales or k.dtype != rows.q.dtype else rows.q.dtype
-        exact, baseline = oracle_forward(rows.q, k, v, *given), dense_attention(rows.q.to(wide), k.to(wide), v.to(wide), *given)
-        # A logit is off by some roundings of its terms, and o by as much relative to the values.
-        off = 4 * (
-            1
-            + rows.q.shape[-1] ** -0.5
-            * float(torch.einsum("bsghd,bgkd->bsghk", rows.q.nan_to_num().abs().double(), k.abs().double()).max())
-        )
-        assert_within_twice_baseline(o.unsqueeze(1), exact[0], baseline[0].to(o.dtype), "o", off * float(v.abs().max()))
-        assert_within_twice_baseline(lse.unsqueeze(1), exact[1], baseline[1], "lse", off)
-        nothing = rows.cache_seqlens == 0
-        assert bool((o[nothing] == 0).all())
-        assert bool((lse[nothing] == -torch.inf).all())
+        assert backend in (None, decisions()[-1].forward)
+        q, total, found, largest = self.cache.q, int(self.cu[-1]), [], 0.0
+        assert bool((lse[total:] == -torch.inf).all())
+        assert bool((o[lse == -torch.inf] == 0).all())
+        ranges = self.cache.selection.ranges.reshape(len(q), -1, *self.cache.selection.ranges.shape[3:])
+        plain = torch.promote_types(q.dtype, torch.float32) if self.cache.k_cache.dtype == STORED else q.dtype
+        for rows, length, keys in self.requests(*self.exact):
+            position = torch.arange(length - rows.stop + rows.start, length, device=q.device).unsqueeze(0)
+            k, v = (x.new_zeros(1, x.shape[1], 1, x.shape[2]) if length == 0 else x.transpose(0, 1).unsqueeze(0) for x in keys)
+            largest = max(largest, float(torch.einsum("sghd,gkd->sghk", q[rows].double().abs(), k[0].abs()).max()))
+            for dtype in (torch.float64, plain):
+                call = q[rows].unsqueeze(0).to(dtype), k.to(dtype), v.to(dtype)
+                found += dense_attention(*call, ranges[rows].unsqueeze(0), None, position)
+        if found:
+            # A logit is off by some roundings of its terms, and o by as much relative to the values.
+            off = 4 * (1 + q.shape[-1] ** -0.5 * largest)
+            exact_o, exact_lse, plain_o, plain_lse = (torch.cat(found[i::4], 1).squeeze(0) for i in range(4))
+            assert_within_twice_baseline(o[:total], exact_o, plain_o.to(o.dtype), "o", off * float(self.exact[1].abs().max()))
+            assert_within_twice_baseline(lse[:total], exact_lse, plain_lse, "lse", off)
         return o, lse
 
 
 def make_step(
-    new: tuple[int, ...], lengths: tuple[int, ...], page_size: int | None, *, spare: int = 0, each: str | None = None,
-    one_pool: bool = False,
-    dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0, index_dtype: torch.dtype = torch.int32, one: bool = False,
-    **sizes: Any,
+    new: Sequence[int], lengths: Sequence[int], page_size: int | None, *, G: int, h: int, Dk: int, Dv: int, n: int, block: int | None,
+    room: int = 192, spare: int = 0, each: str | None = None, one_pool: bool = False, one: bool = False, seed: int = 0,
+    dtype: torch.dtype = torch.float32, device: str = "cpu", index_dtype: torch.dtype = torch.int32, table: Tensor | None = None,
+    pools: tuple[Pool, Pool] | None = None,
 ) -> Step:  # fmt: skip
     """Return `new` rows of requests over caches of `lengths` keys, then `spare` rows of padding with NaN as q.
 
     The selection names blocks in any order, also twice, of other rows' futures, behind the cache, and none; or has ranges.
 
     Args:
-        each: what has a scale of its own in e4m3; "" for scales of 1; None for a cache of `dtype`.
+        each: as of `make_pool`.
         one_pool: keys and values of a page lie side by side, heads before keys.
         one: one selection for all groups.
-        sizes: G, h, Dk, Dv, n, block, room of `make_cache`.
+        table: [R, pages of a request], by default shuffled pages, -1 after a request's last.
+        pools: of at least so many pages, by default random ones.
     """
-    generator, facts = torch.Generator().manual_seed(seed), {"page_size": page_size, "seed": seed, **sizes, "n": 1, "block": 1}
-    scales: dict[str, Tensor] = {}
-    if each is None:
-        plain = make_cache(lengths, dtype=dtype, device=device, **facts)
-        exact = plain
-    else:
-        plain, scales, exact = make_quantized(each or None, lengths=lengths, dtype=dtype, device=device, **facts)
-    (_, _, G, h, Dk), T, n, block = plain.q.shape, sum(new) + spare, sizes["n"], sizes["block"]
-    q = torch.randn(T, G, h, Dk, generator=generator)
+    made, page, T = torch.Generator(device).manual_seed(seed), page_size or room, sum(new) + spare
+    used = [-(-length // page) for length in lengths]
+    if page_size is None:
+        table = torch.arange(len(new), dtype=torch.int32).unsqueeze(1)  # a request's cache is its page
+    elif table is None:
+        order = iter(torch.randperm(sum(used) + 3, generator=torch.Generator().manual_seed(seed)).tolist())
+        table = torch.tensor([[next(order) if i < count else -1 for i in range(-(-room // page))] for count in used], dtype=torch.int32)
+    pages = len(new) if page_size is None else sum(used) + 3
+    keys, values = pools or (make_pool((pages, page, G, D), each, dtype, made) for D in (Dk, Dv))
+    unused = torch.ones(keys.stored.shape[:2], dtype=torch.bool)
+    for row, length in zip(table.tolist(), lengths, strict=True):
+        for first, number in zip(range(0, length, page), row, strict=False):
+            unused[number, : length - first] = False
+    unused = unused.to(device)
+    spoilt = [poisoned(pool, unused) for pool in (keys, values)]
+    k_cache, v_cache = (pool.stored for pool in spoilt)
+    if one_pool:
+        pool = torch.cat([x.view(torch.uint8) if x.dtype == STORED else x for x in (k_cache, v_cache)], -1).transpose(1, 2).contiguous()
+        k_cache, v_cache = (x.transpose(1, 2) for x in pool.view(k_cache.dtype).split((Dk, Dv), -1))
+    q = torch.randn(T, G, h, Dk, generator=made, device=device).to(dtype)
     q[sum(new) :] = torch.nan
     rows = (T, 1 if one else G, n)
     if block is None:
-        start = torch.randint(-3, sizes.get("room", 192), rows, generator=generator)
-        spans = torch.stack((start, start + torch.randint(0, 40, rows, generator=generator)), -1)
-        selection = Selection.from_ranges(spans.to(index_dtype).to(device))
+        start, width = (torch.randint(first, end, rows, generator=made, device=device) for first, end in ((-3, room), (0, 40)))
+        selection = Selection.from_ranges(torch.stack((start, start + width), -1).to(index_dtype))
     else:
-        blocks = torch.randint(-1, sizes.get("room", 192) // block + 2, rows, generator=generator)
-        blocks[..., 0] = torch.where(torch.rand(rows[:2], generator=generator) < 0.5, 0, blocks[..., 0])
-        selection = Selection.from_blocks(blocks.to(index_dtype).to(device), block)
-    k_cache, v_cache = plain.k_cache, plain.v_cache
-    if one_pool:
-        pool = torch.cat([x.view(torch.uint8) if each is not None else x for x in (k_cache, v_cache)], -1).transpose(1, 2).contiguous()
-        pool = pool.view(k_cache.dtype)
-        k_cache, v_cache = (x.transpose(1, 2) for x in pool.split((k_cache.shape[3], v_cache.shape[3]), -1))
-    cu = torch.tensor([0, *itertools.accumulate(new)], dtype=torch.int32, device=device)
-    cache = plain._replace(q=q.to(dtype).to(device), k_cache=k_cache, v_cache=v_cache, selection=selection)
-    return Step(cache, cu, scales, (exact.k_cache, exact.v_cache))
-
-
-def random_step(seed: int, device: str, backend: str, dtype: torch.dtype, whole_steps: bool = False) -> Step:
-    """Return a mixed step of random sizes: chunks with and without a prefix, decoding, drafts, requests without rows or keys.
-
-    whole_steps: blocks and pages of a multiple of 64 keys, and 64 or 128 columns.
-    """
-    rng = random.Random(f"{device} {backend} {seed}")
-    new, lengths = [], []
-    for _ in range(rng.randint(1, 6)):
-        rows = rng.choice((0, 1, 1, 1, 2, 4, 9, 20) if device != "cuda" else (0, 1, 1, 1, 2, 4, 9, 70, 150))
-        new.append(rows)
-        lengths.append(min(192, rng.choice((rows, rows, rows + rng.randint(0, 150), max(0, rows - 1), 0, 1))))
-    block = rng.choice((64, 128)) if whole_steps else rng.choice((None, 8, 16, 32, 64))
-    page = rng.choice((64, 128, 256)) if whole_steps else rng.choice((None, 1, 16, 24, 64))
-    columns = (64, 128) if whole_steps else (8, 16, 24)
-    plain = rng.random() < 0.7 or backend == "numba" or (backend == "cupy-cuda" and not whole_steps)  # the others read e4m3
-    return make_step(
-        tuple(new), tuple(lengths), page, spare=rng.choice((0, 0, 1, 7)) if sum(new) else 2, seed=seed, device=device, dtype=dtype,
-        each=None if plain else rng.choice(("", "tensor", "head", *["page"] * (page is not None))),
-        one_pool=page is not None and rng.random() < 0.5, one=rng.random() < 0.2, index_dtype=rng.choice((torch.int32, torch.int64)),
-        G=rng.choice((1, 2, 4)), h=rng.choice((1, 2, 3, 4, 16)), Dk=rng.choice(columns), Dv=rng.choice(columns), n=rng.choice((1, 3, 5)),
-        block=block, room=256 if whole_steps else 192,
-    )  # fmt: skip
+        blocks = torch.randint(-1, room // block + 2, rows, generator=made, device=device)
+        blocks[..., 0] *= torch.rand(rows[:2], generator=made, device=device) < 0.5
+        selection = Selection.from_blocks(blocks.to(index_dtype), block)
+    cu, sizes = (torch.tensor(x, dtype=torch.int32, device=device) for x in ([0, *itertools.accumulate(new)], [*lengths]))
+    cache = Cache(q, k_cache, v_cache, selection, sizes, None if page_size is None else table.to(device))
+    scales = {f"{name}_scale": pool.scale for name, pool in zip("kv", spoilt, strict=True) if pool.scale is not None}
+    return Step(cache, cu, scales, (keys.exact, values.exact), unused)

@@ -197,15 +197,15 @@ def run_packed() -> int:
     """Run packed batches whose long requests attend to blocks of 64 and of 128 keys, and an indexer. Return the number of batches."""
     new, lengths = (150, 0, 70, 1, 8, 9, 2), (150, 33, 250, 256, 8, 128, 1)
     sizes: Any = {"G": 2, "h": 16, "Dk": 128, "Dv": 128, "n": 3, "room": 256, "spare": 3, "one_pool": True}
-    for page, block in ((128, 128), (64, 128), (128, 64)):
-        step = make_step(new, lengths, page, **sizes, block=block, dtype=torch.bfloat16, device="cuda")
+    for page, block, each in ((128, 128, None), (64, 128, None), (128, 64, None), (128, 128, "page")):
+        step = make_step(new, lengths, page, **sizes, block=block, each=each, dtype=torch.bfloat16, device="cuda")
         with mock.patch.object(packed, "LEAST_ROWS", 1), mock.patch.object(launch, "start", wraps=launch.start) as start:
             step.check("cupy-cuda")
         assert {"block_partials.cu", "forward_blocks.cu"} <= {call.args[0] for call in start.call_args_list}
         q, k, table = step.cache.q[:, :, 0].unsqueeze(2), step.cache.k_cache[:, :, :1], step.cache.block_table
         choose_blocks_with_kvcache(q, k, step.cache.cache_seqlens, table, block_size=block, n=3, cu_seqlens_q=step.cu)
     torch.cuda.synchronize()
-    return 2 * 3
+    return 2 * 4
 
 
 if __name__ == "__main__":

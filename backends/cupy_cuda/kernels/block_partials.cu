@@ -33,6 +33,7 @@ struct Arguments {
     u16 *part_o;      // [pairs, section, n * reach, H, DV]
     float *part_lse;  // [pairs, section, n * reach, H], in base 2
     u32 *counter;     // JOINED: segments of the unit that CTAs have requested; zero before and after
+    const float *factors;  // JOINED 2: of keys and values [pages, G, 2]
 };
 typedef UnitSteps<Arguments> Steps;
 
@@ -108,7 +109,7 @@ DEVICE void load_rows(const Steps &list, int step, unsigned char *stage, u64 *fu
 }
 
 DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stages, u64 *tile, int parity, u64 *full,
-                   int2 &state, int warpgroup) {
+                   int2 &state, const PageFactors &factors, int warpgroup) {
     const Arguments &x = list.x;
     const u32 keys = uniform(operand(shared_address(k_tile))), values = keys + TILE_K_BYTES / 16, stage0 = uniform(operand(shared_address(stages)));
     const int row0 = threadIdx.x % 128 / 32 * 16 + threadIdx.x % 32 / 4;
@@ -129,13 +130,13 @@ DEVICE void attend(const Steps &list, unsigned char *k_tile, unsigned char *stag
         named_barrier<128>(2 + warpgroup);  // all warps have read q
         load_rows(list, step + STAGES * WARPGROUPS, stages + at.stage * Q_BYTES, full + at.stage);
         if (step * TQ < list.segment.masked_entries) mask_logits(list, s, step, row0);
-        OnlineSoftmax softmax(x.p.scale_log2);
+        OnlineSoftmax softmax(JOINED == 2 ? factors.k : x.p.scale_log2);
         float scale[2];
         UNROLL for (int r = 0; r < 2; ++r) {
             softmax.m[r] = fmaxf(quad_max(row_max(s, r)), LOWEST);
             softmax.exponentiate(s, r, true);
             const RowTotals totals(softmax.c, softmax.m[r], quad_sum(softmax.l[r]));
-            scale[r] = totals.scale;
+            scale[r] = JOINED == 2 ? totals.scale * factors.v : totals.scale;
             if (entries[r] >= 0 && threadIdx.x % 4 == 0)
                 x.part_lse[first_row + static_cast<i64>(entries[r]) * H + (row0 + 8 * r) % H] = totals.lse;
         }
@@ -168,6 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
         u32 segment, next;
         int parity;  // of `tile`
         int2 at[WARPGROUPS];  // stage and parity of the warpgroups' next steps
+        PageFactors factors;  // of the tile
     } turn;  // in shared memory, because registers are scarce
     start_next_kernel();
     const int warpgroup = threadIdx.x / 128;
@@ -200,9 +202,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) block_partials(con
                 mbarrier_arrive_expect(&tile, TILE_K_BYTES + TILE_V_BYTES);
                 tma_load_key_tile<DK, false, 64, NEXT>(memory, &x.k, &tile, in_page(list.first_key), g, b);
                 tma_load_key_tile<DV, false, 64, NEXT>(memory + TILE_K_BYTES, &x.v, &tile, in_page(list.first_key), g, b);
+                turn.factors = page_factors(x.factors, x.p, list.first_key, g);
+                turn.factors.k *= static_cast<float>(x.p.scale_log2);
             }
             find_masked_entries(list, segment);
-            attend(list, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, turn.parity, full[warpgroup], turn.at[warpgroup], warpgroup);
+            attend(list, memory, memory + TILE_K_BYTES + TILE_V_BYTES + warpgroup * STAGES * Q_BYTES, &tile, turn.parity, full[warpgroup], turn.at[warpgroup], turn.factors, warpgroup);
         } else wait_for_kernel_ahead();
         if (!JOINED) break;
         __syncthreads();  // all have read the tile and the segment

@@ -18,6 +18,7 @@ struct Arguments : Maps, UnitArguments {
     const float *part_lse;       // [pairs, section, EACH, H], in base 2
     u16 *o;                      // [B,S,G,H,DV]
     float *lse;                  // [B,S,G,H]
+    const float *factors;        // JOINED 2: of keys and values [pages, G, 2]
 };
 
 DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned char *memory, Barriers &full, float (&acc)[DV / 2],
@@ -44,12 +45,17 @@ DEVICE void attend_shared(const Arguments &x, const Tokens &tokens, unsigned cha
         wgmma_wait<0>();
         __syncthreads();  // all have read the keys
         if (coming >= 0 && threadIdx.x == 0) tiles.load_keys(coming);
+        const PageFactors factors = page_factors(x.factors, x.p, key, tiles.g);
+        if (JOINED == 2)
+            for (float &logit : s) logit *= factors.k;
         tokens.mask(x.p, s, key, -infinity());
         UNROLL for (int r = 0; r < 2; ++r) {
             alpha[r] = softmax.raise(r, quad_max(row_max(s, r)));
             softmax.exponentiate(s, r, true);
         }
         scale_rows(acc, alpha);
+        if (JOINED == 2)
+            for (float &weight : s) weight *= factors.v;
         as_operand(p, s);
         mbarrier_wait(&full.v, parity);
         tokens.zero_unseen(memory + 2 * K_BYTES, V_BYTES, key);

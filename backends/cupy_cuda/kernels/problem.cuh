@@ -16,7 +16,8 @@
 //   PACKED                           1: a sequence is one row of a packed batch, and `q_pos` holds its keys, the request
 //                                    whose row of the block table it has, and two other numbers (_triton/packed_rows.py),
 //                                    [B+1,4] int32
-//   JOINED                           1: pages of one sequence, whose rows stand at `q_pos` [1,S]
+//   JOINED                           1: pages of one sequence, whose rows stand at `q_pos` [1,S]; 2: they lie in order, of
+//                                    e4m3 caches as 16-bit numbers, with a factor of keys and values for each page
 //   SHARED_BY                        groups that share the ranges of a row: 1, or G
 #pragma once
 #include "warp.cuh"
@@ -112,8 +113,21 @@ DEVICE i64 first_row(const Problem &p, i64 key) {
 // Key `key` of sequence b, which must exist, is key in_page(key) of page page_of(b, key); without pages, of entry b.
 constexpr int PAGE_KEYS = PAGED ? PAGE : 1;
 DEVICE i64 table_row(const Problem &p, int b) { return PACKED ? *integer_at(p.q_pos, 4, b * p.stride_pb + 1) : b; }
-DEVICE int page_of(const Problem &p, int b, int key) { return PAGED ? p.block_table[table_row(p, b) * p.stride_table + key / PAGE_KEYS] : b; }
+DEVICE int page_of(const Problem &p, int b, int key) {
+    if (JOINED == 2) return key / PAGE_KEYS;
+    return PAGED ? p.block_table[table_row(p, b) * p.stride_table + key / PAGE_KEYS] : b;
+}
 DEVICE int in_page(int key) { return PAGED ? key % PAGE_KEYS : key; }
+
+// JOINED 2: the factors of a page's keys and values, of [pages, G, 2].
+struct PageFactors {
+    float k, v;
+};
+DEVICE PageFactors page_factors(const float *factors, const Problem &p, int key, int g) {
+    if (JOINED != 2) return {1.0f, 1.0f};
+    factors += 2 * (static_cast<i64>(key / PAGE_KEYS) * p.G + g);
+    return {factors[0], factors[1]};
+}
 
 // Clamp a range to [max(begin, 0), min(stop, limit)), before the cast: int64 bounds may exceed int32.
 template <class Bound> DEVICE void clamp_bounds(Bound begin, Bound stop, int limit, int &start, int &end) {

@@ -156,12 +156,15 @@ def test_kernels_of_pages_fit(monkeypatch: pytest.MonkeyPatch, sm: int, shape: s
 
 
 @needs_nvrtc
-def test_kernels_of_packed_batches_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packed, "join_rows", lambda *_: None)  # a Triton kernel
-    call = dataclasses.replace(paged_call("paged-128-packed", 90), most_rows=256)
+@pytest.mark.parametrize("shape", ["paged-128-packed", "paged-128-packed-e4m3-page"])
+def test_kernels_of_packed_batches_fit(monkeypatch: pytest.MonkeyPatch, shape: str) -> None:
+    for name in ("join_rows", "widen_pages"):
+        monkeypatch.setattr(packed, name, lambda *_: None)  # Triton kernels
+    monkeypatch.setattr(packed.launch, "clear", lambda *_: None)
+    call = dataclasses.replace(paged_call(shape, 90), most_rows=256)
     lists = {"sort_count.cu", "sum_counts.cu", "sort_scatter.cu", "shared_tiles.cu"}
     names = lists | {"block_partials.cu", "join_partials.cu", "forward_blocks.cu"}
-    assert check_fit(compiled(monkeypatch, 90, lambda: cupy_cuda.forward(call)), 90) == names
+    assert check_fit(compiled(monkeypatch, 90, lambda: cupy_cuda.forward(call)), 90, shape) == names
 
 
 @needs_nvrtc

@@ -27,6 +27,7 @@ from nsa_sel.backends._triton import ranges as block_ranges
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
+from nsa_sel.backends.launcher.passes import forward_of_any_scale
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry, run
 from nsa_sel.core.arguments import whole_blocks
@@ -143,6 +144,22 @@ def test_tensor_maps_are_encoded_anew(driver: list[str], played: list[int]) -> N
         assert_equal(*(list(cupy_cuda.forward(call_of(seed, facts, S=1, D=64, block=64))) for facts in (known, None)))
     assert driver == 8 * ["forward_blocks.cu"]
     assert played == [1, 1]
+
+
+@needs_compiler
+def test_tensor_maps_may_point_into_temporaries(driver: list[str], played: list[int]) -> None:
+    """The second kernel loads what the first one wrote, behind lse in the buffer of temporaries."""
+
+    @forward_of_any_scale
+    def twice(call: Call) -> tuple[Tensor, Tensor]:
+        lse, o = unwritten(call.q, *call.q.shape[:-1], dtype=torch.float32), unwritten(call.q, *call.q.shape)
+        keys = cupy_cuda.whole_blocks.forward(replace(call, out=(o, lse)))[0].squeeze(1)
+        return cupy_cuda.whole_blocks.forward(replace(call, k=keys, v=keys))
+
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(4):
+        assert_equal(*(list(twice(call_of(seed, facts, S=1, D=64, block=64))) for facts in (known, None)))
+    assert played == [2, 2]
 
 
 @pytest.fixture
