@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_sel.branches import nsa_attention
-from nsa_sel.caching.step import LayerStep
+from nsa_sel.caching.step import LayerStep, check_step
 from nsa_sel.compression import BlockMean, BlockMLP
 from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
 from nsa_sel.core.call import Rule
@@ -156,10 +156,8 @@ class NSAttention(nn.Module):
         if cu_seqlens is not None and self.context is not None:
             raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
         if cache is not None:
-            if not isinstance(cache, LayerStep):
-                remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
-                raise ArgumentError("cache", f"a {type(cache).__name__}", "a step of an NSACache, for this layer", remedy)
-            cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
+            given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
+            check_step(cache, x, self.rule[:2], self.window, **given)
             positions = cache.tensors.position if positions is None else positions
         bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x)
         if bounds is not None:
@@ -223,6 +221,12 @@ class NSAttention(nn.Module):
             q_cmp, q = kept_and_rotated(q, table)
             k_slc, k_win = rotate_by(k_slc, table), rotate_by(k_win, table)
         return Parts(q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+
+    def cached_sizes(self) -> tuple[Any, ...]:
+        """Return G, Dk, Dv, dtype and device, and options by name: what an `NSACache` of the layer depends on."""
+        block, stride, *_ = self.rule
+        weight, options = self.kv.weight, (("compress_block", block), ("compress_stride", stride), ("window", self.window))
+        return self.groups, self.head_dim, self.value_dim, weight.dtype, weight.device, options
 
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""

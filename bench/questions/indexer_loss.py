@@ -147,7 +147,8 @@ def main(
             case = model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind)
             if shape is not None:
                 name = f"loss-{shape.replace(',', '-')}-{kind}-{S // 1024}k"
-                case = Case(name, kind, 1, S, S, *map(int, shape.split(",")))
+                G, h, Dk, Dv, n, block = map(int, shape.split(","))
+                case = Case(name, kind, 1, S, S, G, h, Dk, Dv, n, block)
             yield from measure(case, [part for part in parts.split(",") if part in ("sparse", "selected") or number == 0], rep)
 
     with nullcontext() if backend is None else use_backend(backend):

@@ -10,11 +10,13 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import MSACache, MSAttention
+from nsa_sel import MSAttention, NSACache, NSAttention
 from nsa_sel.errors import ArgumentError
+from nsa_sel.quantize import STORED
 from tests.compat.patched import on
 from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
 from tests.helpers.gpus import captured, replayed
+from tests.helpers.layer import poison
 
 S = 70
 
@@ -164,38 +166,48 @@ def test_a_packed_batch_is_its_sequences_alone(device: str, warm_up: bool, block
         near(gradients(made).values(), of_parts.values(), error)
 
 
-@pytest.mark.parametrize(("device", "block_score"), [("cpu", "max"), ("cpu", "sum"), pytest.param("cuda", "max", marks=pytest.mark.gpu)])
+CACHED = [("cpu", "max", None), ("cpu", "sum", None), ("cpu", "max", STORED)]
+CACHED_ON_GPUS = [pytest.param("cuda", "max", kv_dtype, marks=pytest.mark.gpu) for kv_dtype in (None, STORED)]
+
+
+@pytest.mark.parametrize(("device", "block_score", "kv_dtype"), CACHED + CACHED_ON_GPUS)
 @torch.no_grad()
-def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, chunks and single tokens; then sequences of two lengths, padded on the right."""
+def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole prompt; chunks and single tokens; then sequences of two lengths, one of them forked, whose other rows are NaN."""
     error = 1e-5 if on(device, monkeypatch) == "cpu" else 1e-3
     made, x = layer(device, block_score=block_score), hidden().to(device)
-    whole, cache = made(x), MSACache.of(made, 2, S)
-    parts = [made(part, cache=cache) for part in x.split([40, 9, 1, 1, 19], 1)]
-    near(parts, whole.split([40, 9, 1, 1, 19], 1), error)
-    assert cache.lengths.tolist() == [S, S]
-    cache.lengths.zero_()
-    made(x[:, :30].index_fill(1, torch.tensor([29], device=device), 7.0), cache=cache)
-    cache.lengths.copy_(torch.tensor([29, 12]))
-    o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache)
+    cache = NSACache.of([made], 40, 16, kv_dtype=kv_dtype)
+    whole, (a, b) = made(x, cache=cache.step([cache.open(), cache.open()], S)[0]), (cache.open(), cache.open())
+    near([whole], [made(x)], error if kv_dtype is None else 0.2)
+    sizes = [40, 9, 1, 1, 19]
+    near([made(part, cache=cache.step([a, b], part.shape[1])[0]) for part in x.split(sizes, 1)], whole.split(sizes, 1), error)
+    c, d, rows = cache.open(), cache.open(), torch.full_like(x[:, :29], torch.nan)
+    rows[0], rows[1, 17:] = x[0, :29], x[1, :12]
+    o = made(rows, cache=cache.step([c, d], [29, 12])[0])
+    assert not o[1, :17].any()
+    e = cache.fork(c)
+    made(torch.zeros_like(x[:1, :2]), cache=cache.step([e], 2)[0])
+    poison(cache)
+    o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache.step([c, d], 3)[0])
     near([o], [torch.stack((whole[0, 29:32], whole[1, 12:15]))], error)
-    if device == "cpu":
-        with pytest.raises(ArgumentError, match=r"^x is of S = 60 tokens; allowed: the room that is left of 70 keys"):
-            made(x[:, :60], cache=cache)
 
 
-@pytest.mark.gpu
-def test_a_captured_token_is_that_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph of one new token, replayed: lengths grow in place."""
-    made, x = layer(on("cuda", monkeypatch)), hidden().cuda()
-    with torch.no_grad():
-        whole, cache, token = made(x), MSACache.of(made, 2, S), x[:, :1].clone()
-        made(x[:, :40], cache=cache)
-        graph, o = captured(lambda: (made(token, cache=cache),))
-        cache.lengths.fill_(40)
-        for at in range(40, 44):
-            token.copy_(x[:, at : at + 1])
-            near(replayed(graph, o), [whole[:, at : at + 1]], 1e-3)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@torch.no_grad()
+def test_a_captured_token_is_that_of_the_whole_text(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CUDA graph of a step, replayed for other lengths."""
+    made, x = layer(on(device, monkeypatch)), hidden().to(device)
+    whole, token, cache = made(x), x[:, :1].clone(), NSACache.of([made], 20, 16)
+    sequences = [cache.open(), cache.open()]
+    made(x[:, :40], cache=cache.step(sequences, 40)[0])
+    step = cache.step(sequences, 1, room=S)
+    graph, o = captured(lambda: (made(token, cache=step[0]),), device)
+    for sequence in sequences:
+        cache.truncate(sequence, 40)
+    for at in range(40, 44):
+        cache.step(sequences, 1, into=step)
+        token.copy_(x[:, at : at + 1])
+        near(replayed(graph, o), [whole[:, at : at + 1]], 1e-3)
 
 
 def test_autocast_is_within_its_error() -> None:
@@ -210,6 +222,12 @@ def test_autocast_is_within_its_error() -> None:
     assert {name.split(".")[0] for name in gradients(made)} == {"indexer"}
 
 
+def step_of(made: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a cache's step of S tokens of two sequences, for the layer."""
+    cache = NSACache.of([made], 12, 16, dtype=dtype)
+    return cache.step([cache.open(), cache.open()], S)[0]
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^rotary_dim is 5; allowed: an even number from 0 to 8"):
         MSAttention(32, 2, 2, 8, rotary_dim=5)
@@ -222,11 +240,20 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     for match, options in {
         r"^cu_seqlens is given with B = 2": {"cu_seqlens": [0, S]},
         r"^max_seqlen is 9; allowed: None without": {"max_seqlen": 9},
-        r"^return_loss is given with a cache": {"cache": MSACache.of(layer(), 2, S), "return_loss": True},
+        r"^cache is given with return_loss": {"cache": step_of(layer()), "return_loss": True},
         r"^cache is a dict": {"cache": {}},
-        r"^cache is given with gradients": {"cache": MSACache.of(layer(), 2, S)},
+        r"^x is a tensor that requires gradients, or of a layer that does": {"cache": step_of(layer())},
+        r"^cache is of compress_block = 32; allowed: the layer's compress_block = 1": {"cache": step_of(NSAttention(32, 2, 2, 8))},
     }.items():
         with pytest.raises(ArgumentError, match=match):
             layer()(hidden(), **options)
-    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^cache.k is torch.float64 of \(2, 8\)"):
-        layer()(hidden(), cache=MSACache.of(layer(), 2, S, torch.float64))
+    for match, cache in {
+        r"^cache is of torch.float64; allowed: torch.float32, the dtype of the layer's keys": step_of(layer(), torch.float64),
+        r"^cache is of 1 groups of index keys of 16 numbers": step_of(layer(index_dim=16)),
+    }.items():
+        with torch.no_grad(), pytest.raises(ArgumentError, match=match):
+            layer()(hidden(), cache=cache)
+    with pytest.raises(ArgumentError, match=r"^model_layers is 2 layers of 2 kinds"):
+        NSACache.of([layer(), NSAttention(32, 2, 2, 8)], 4, 16)
+    with pytest.raises(ArgumentError, match=r"^index_dim is 8; allowed: None with compression or a window"):
+        NSACache(1, 4, 16, 2, 8, index_dim=8, window=64)
