@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from nsa_sel.branches import nsa_attention
 from nsa_sel.caching.step import LayerStep, check_step
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
+from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, row_positions
 from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_rule
-from nsa_sel.core.packed import check_longest
-from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
+from nsa_sel.core.packed import checked_hidden
+from nsa_sel.core.transforms import in_autocast_dtype
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.projection import Heads, Parts, check_dtype, joins, project, split_columns
 from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
@@ -142,26 +142,11 @@ class NSAttention(nn.Module):
             ArgumentError: bad input.
             BackendError: as `nsa_attention`.
         """
-        check_tensors(x=x)
-        check_transforms(x, name="NSAttention")
-        check_longest(max_seqlen, cu_seqlens)
-        if x.dim() != 3 or x.shape[2] != self.width:
-            remedy = "a batch of one is x.unsqueeze(0); for another width make NSAttention(width, ...)"
-            raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
-        if not (x.is_cpu or x.is_cuda) or not x.is_floating_point():
-            raise ArgumentError("x", f"{x.dtype} on {x.device}", "a floating dtype on cpu or cuda", "move or cast it as the parameters")
-        if cu_seqlens is not None and len(x) != 1:
-            remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
-            raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
-        if cu_seqlens is not None and self.context is not None:
-            raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
+        x, bounds = checked_hidden("NSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
         if cache is not None:
             given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
             check_step(cache, x, self.rule[:2], self.window, **given)
             positions = cache.tensors.position if positions is None else positions
-        bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x)
-        if bounds is not None:
-            x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights
         (x,) = in_autocast_dtype(x)  # once for all three projections
         check_dtype(x, self.q)
         parts = self._parts(x, self._positions(x, positions, bounds), cache is None)

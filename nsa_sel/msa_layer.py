@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from nsa_sel.attention import selection_attention
 from nsa_sel.caching.step import LayerStep, check_step
 from nsa_sel.choosing import choose_blocks
-from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
-from nsa_sel.core.packed import check_longest
-from nsa_sel.core.transforms import check_transforms, in_autocast_dtype, traces
+from nsa_sel.core.arguments import CuSeqlens, as_positions, check_flag, check_positive, row_positions
+from nsa_sel.core.packed import checked_hidden
+from nsa_sel.core.transforms import in_autocast_dtype, traces
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.index_loss import indexer_loss
 from nsa_sel.rotary import Angles, angles_of, normed_and_rotated, rotate_by
@@ -130,20 +130,9 @@ class MSAttention(nn.Module):
             BackendError: as `selection_attention`.
         """
         check_flag("return_loss", return_loss)
-        check_tensors(x=x)
-        check_transforms(x, name="MSAttention")
-        check_longest(max_seqlen, cu_seqlens)
-        if x.dim() != 3 or x.shape[2] != self.width:
-            remedy = "a batch of one is x.unsqueeze(0); for another width make MSAttention(width, ...)"
-            raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
-        if cu_seqlens is not None:
-            if len(x) != 1 or self.context is not None:
-                value = f"given with B = {len(x)}" if self.context is None else "given with context parallelism"
-                remedy = "pass whole sequences, or x.flatten(0, 1).unsqueeze(0)"
-                raise ArgumentError("cu_seqlens", value, "only with x [1,T,width], on one GPU", remedy)
-            bounds = Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x, max_seqlen)
-            x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights
-            positions = row_positions(bounds.on(x), x.shape[1])[0].clamp(min=0) if positions is None else positions
+        x, bounds = checked_hidden("MSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
+        if bounds is not None and positions is None:
+            positions = row_positions(bounds.on(x), x.shape[1])[0].clamp(min=0)
         if cache is not None:
             given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
             check_step(cache, x, (1, 1), 1, **given, return_loss=return_loss, warm_up=self.warm_up)

@@ -238,7 +238,7 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^positions is"):
         layer()(hidden(), torch.arange(3))
     for match, options in {
-        r"^cu_seqlens is given with B = 2": {"cu_seqlens": [0, S]},
+        r"^x is of B = 2 with cu_seqlens": {"cu_seqlens": [0, S]},
         r"^max_seqlen is 9; allowed: None without": {"max_seqlen": 9},
         r"^cache is given with return_loss": {"cache": step_of(layer()), "return_loss": True},
         r"^cache is a dict": {"cache": {}},
