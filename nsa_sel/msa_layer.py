@@ -144,12 +144,12 @@ class MSAttention(nn.Module):
             o = cache.attend_indexed(q, *of_keys, self.indexer.rule(), self.backend)
             return self.o_proj(o.flatten(2))
         learns = return_loss or (self.training and self.loss_weight is not None and torch.is_grad_enabled())
-        if self.context is not None:
-            k, v, index_k = self.context.keys(k, v, index_k)  # of all slices up to this one, whose rows are the last
-        o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns)
-        o = o.flatten(2)
-        if loss is None:
+        slices: Any = [(q, k, v, index_q, index_k)] if self.context is None else self.context.slices(q, k, v, index_q, index_k)
+        parts, losses = zip(*(self._attend(*each, cu_seqlens, max_seqlen, learns) for each in slices), strict=True)
+        o = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten(2)
+        if not learns:
             return self.o_proj(o)
+        loss = sum(losses) / len(losses)  # of as many rows each
         self.index_loss = loss.detach()
         if return_loss:
             return self.o_proj(o), loss
