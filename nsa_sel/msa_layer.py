@@ -144,12 +144,16 @@ class MSAttention(nn.Module):
             o = cache.attend_indexed(q, *of_keys, self.indexer.rule(), self.backend)
             return self.o_proj(o.flatten(2))
         learns = return_loss or (self.training and self.loss_weight is not None and torch.is_grad_enabled())
-        slices: Any = [(q, k, v, index_q, index_k)] if self.context is None else self.context.slices(q, k, v, index_q, index_k)
-        parts, losses = zip(*(self._attend(*each, cu_seqlens, max_seqlen, learns) for each in slices), strict=True)
-        o = (parts[0] if len(parts) == 1 else torch.cat(parts, 1)).flatten(2)
-        if not learns:
+        if self.context is None:
+            o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns)
+        else:
+            slices = [self._attend(*each, None, None, learns) for each in self.context.slices(q, k, v, index_q, index_k)]
+            o, loss = torch.cat([o for o, _ in slices], 1), None
+            if learns:
+                loss = torch.stack([loss for _, loss in slices if loss is not None]).mean()  # slices are of as many rows
+        o = o.flatten(2)
+        if loss is None:
             return self.o_proj(o)
-        loss = sum(losses) / len(losses)  # of as many rows each
         self.index_loss = loss.detach()
         if return_loss:
             return self.o_proj(o), loss
