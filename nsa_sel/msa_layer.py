@@ -145,9 +145,9 @@ class MSAttention(nn.Module):
             return self.o_proj(o.flatten(2))
         learns = return_loss or (self.training and self.loss_weight is not None and torch.is_grad_enabled())
         if self.context is None:
-            o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns)
+            o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns=learns)
         else:
-            slices = [self._attend(*each, None, None, learns) for each in self.context.slices(q, k, v, index_q, index_k)]
+            slices = [self._attend(*each, learns=learns) for each in self.context.slices(q, k, v, index_q, index_k)]
             o, loss = torch.cat([o for o, _ in slices], 1), None
             if learns:
                 loss = torch.stack([loss for _, loss in slices if loss is not None]).mean()  # slices are of as many rows
@@ -160,8 +160,8 @@ class MSAttention(nn.Module):
         return self.o_proj(_WithLoss.apply(o, loss, self.loss_weight))  # type: ignore[no-untyped-call]
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, cu_seqlens: CuSeqlens | None, max_seqlen: int | None,
-        learns: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, cu_seqlens: CuSeqlens | None = None,
+        max_seqlen: int | None = None, *, learns: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return o [B,S,G,h,D] of what `project` returns, and the indexer's loss if it learns."""
         options: Any = {}
