@@ -15,7 +15,6 @@ from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import STORED
 from tests.compat.patched import on
 from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
-from tests.helpers.gpus import captured, replayed
 from tests.helpers.layer import poison
 
 S = 70
@@ -190,24 +189,6 @@ def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str
     poison(cache)
     o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache.step([c, d], 3)[0])
     near([o], [torch.stack((whole[0, 29:32], whole[1, 12:15]))], error)
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@torch.no_grad()
-def test_a_captured_token_is_that_of_the_whole_text(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph of a step, replayed for other lengths."""
-    made, x = layer(on(device, monkeypatch)), hidden().to(device)
-    whole, token, cache = made(x), x[:, :1].clone(), NSACache.of([made], 20, 16)
-    sequences = [cache.open(), cache.open()]
-    made(x[:, :40], cache=cache.step(sequences, 40)[0])
-    step = cache.step(sequences, 1, room=S)
-    graph, o = captured(lambda: (made(token, cache=step[0]),), device)
-    for sequence in sequences:
-        cache.truncate(sequence, 40)
-    for at in range(40, 44):
-        cache.step(sequences, 1, into=step)
-        token.copy_(x[:, at : at + 1])
-        near(replayed(graph, o), [whole[:, at : at + 1]], 1e-3)
 
 
 def test_autocast_is_within_its_error() -> None:
