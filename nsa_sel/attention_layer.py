@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from nsa_sel.branches import nsa_attention
 from nsa_sel.caching.step import LayerStep, check_step
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, row_positions
+from nsa_sel.core.arguments import CuSeqlens, check_flag, check_positive
 from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_rule
-from nsa_sel.core.packed import checked_hidden
+from nsa_sel.core.packed import checked_hidden, hidden_positions
 from nsa_sel.core.transforms import in_autocast_dtype
-from nsa_sel.errors import ArgumentError, renamed, shown
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.projection import Heads, Parts, check_dtype, joins, project, split_columns
 from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
 
@@ -149,7 +149,9 @@ class NSAttention(nn.Module):
             positions = cache.tensors.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all three projections
         check_dtype(x, self.q)
-        parts = self._parts(x, self._positions(x, positions, bounds), cache is None)
+        if self.rotary is not None or positions is not None:
+            positions = hidden_positions(x, positions, bounds, self.context)
+        parts = self._parts(x, positions, cache is None)
         if cache is not None:
             o = cache.attend(parts, (self.compress_k, self.compress_v), self.rule, self.backend)
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
@@ -168,22 +170,6 @@ class NSAttention(nn.Module):
         else:
             o = self.context.attend(self, q, k_cmp, v_cmp, *others, q_cmp=q_cmp)
         return self.out(o.flatten(2))  # type: ignore[no-any-return]
-
-    def _positions(self, x: Tensor, positions: Tensor | None, bounds: Bounds | None) -> Tensor | None:
-        """Checked positions of the rows of x, or the default ones; None without rotary positions."""
-        (B, S), device = x.shape[:2], x.device
-        if positions is not None:
-            try:
-                as_positions(positions, B, S, device)
-            except ArgumentError as error:
-                raise renamed(error, q_pos="positions") from None
-        if self.rotary is None:
-            return None
-        if positions is not None:
-            return positions
-        if bounds is not None:
-            return row_positions(bounds.on(x), S)[0].clamp(min=0)
-        return torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)  # type: ignore[no-any-return]
 
     def _parts(self, x: Tensor, positions: Tensor | None, many: bool) -> Parts:
         """Return the branches' inputs. q and the keys of the selected branch and the window are rotated.

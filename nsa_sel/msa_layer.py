@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from nsa_sel.attention import selection_attention
 from nsa_sel.caching.step import LayerStep, check_step
 from nsa_sel.choosing import choose_blocks
-from nsa_sel.core.arguments import CuSeqlens, as_positions, check_flag, check_positive, row_positions
-from nsa_sel.core.packed import checked_hidden
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive
+from nsa_sel.core.packed import checked_hidden, hidden_positions
 from nsa_sel.core.transforms import in_autocast_dtype, traces
-from nsa_sel.errors import ArgumentError, renamed, shown
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.index_loss import indexer_loss
 from nsa_sel.rotary import Angles, angles_of, normed_and_rotated, rotate_by
 from nsa_sel.selection import Selection
@@ -131,14 +131,12 @@ class MSAttention(nn.Module):
         """
         check_flag("return_loss", return_loss)
         x, bounds = checked_hidden("MSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
-        if bounds is not None and positions is None:
-            positions = row_positions(bounds.on(x), x.shape[1])[0].clamp(min=0)
         if cache is not None:
             given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
             check_step(cache, x, (1, 1), 1, **given, return_loss=return_loss, warm_up=self.warm_up)
             positions = cache.tensors.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all projections
-        q, k, v, index_q, index_k = self.project(x, positions)
+        q, k, v, index_q, index_k = self.project(x, positions, bounds)
         if cache is not None:
             of_keys = k.transpose(1, 2), v.transpose(1, 2), index_q.unsqueeze(3), index_k.unsqueeze(2)
             o = cache.attend_indexed(q, *of_keys, self.indexer.rule(), self.backend)
@@ -181,15 +179,18 @@ class MSAttention(nn.Module):
         loss = indexer_loss(q, k, lse, index_q, index_k, selection, **options) if learns else None
         return o if cu_seqlens is None else o.unsqueeze(0), loss
 
-    def project(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return what attention and the indexer take of x [B,S,width], with rotary positions.
+    def project(
+        self, x: Tensor, positions: Tensor | None = None, bounds: Bounds | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return what attention and the indexer take of x [B,S,width], with rotary positions; bounds: of a packed batch.
 
         The indexer's parts are of x.detach(): the loss teaches the indexer, not the layers before it.
 
         Returns:
             q [B,S,G,h,D], k and v [B,G,S,D], index_q [B,S,G,Di], index_k [B,S,Di].
         """
-        table = self._angles(x, positions)
+        positions = hidden_positions(x, positions, bounds, self.context)
+        table = angles_of(positions, self.rotary_dim, x.dtype, self.rotary_base) if self.rotary_dim else None
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.heads, self.head_dim)), table)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), table)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
@@ -200,18 +201,6 @@ class MSAttention(nn.Module):
         """Return G, Dk, Dv, dtype and device, and options by name: what an `NSACache` of the layer depends on."""
         weight = self.k_proj.weight
         return self.groups, self.head_dim, self.head_dim, weight.dtype, weight.device, (("index_dim", self.indexer.dim),)
-
-    def _angles(self, x: Tensor, positions: Tensor | None) -> Angles | None:
-        """Return the angles of the rows' rotary positions, None without such positions."""
-        B, S, _ = x.shape
-        if positions is None:
-            positions = torch.arange(S, device=x.device) if self.context is None else self.context.positions(S, x.device)
-        else:
-            try:
-                as_positions(positions, B, S, x.device)
-            except ArgumentError as error:
-                raise renamed(error, q_pos="positions") from None
-        return angles_of(positions, self.rotary_dim, x.dtype, self.rotary_base) if self.rotary_dim else None
 
     def extra_repr(self) -> str:
         """Return the options that print(layer) shows."""

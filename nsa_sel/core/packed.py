@@ -14,10 +14,12 @@ from nsa_sel.core import attend, registry, shared_keys
 from nsa_sel.core.arguments import (
     Bounds,
     CuSeqlens,
+    as_positions,
     begin_with_blocks,
     check_tensors,
     positions_in_sequences,
     rounded_up,
+    row_positions,
     starts_with_blocks,
 )
 from nsa_sel.core.call import Pool, Rule, device_info, request_of
@@ -302,6 +304,23 @@ def checked_hidden(
         raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
     bounds = Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x, max_seqlen)
     return bounds.zero_padding(x[0]).unsqueeze(0), bounds
+
+
+def hidden_positions(x: Tensor, positions: Tensor | None, bounds: Bounds | None, context: Any) -> Tensor:
+    """Return the positions of the rows of a layer's x [B,S,width]: those given, checked, or those in the sequences.
+
+    context: of ranks that hold slices (nsa_sel/distributed/layer.py), or None.
+    """
+    (B, S), device = x.shape[:2], x.device
+    if positions is not None:
+        try:
+            as_positions(positions, B, S, device)
+        except ArgumentError as error:
+            raise renamed(error, q_pos="positions") from None
+        return positions
+    if bounds is not None:
+        return row_positions(bounds.on(x), S)[0].clamp(min=0)
+    return torch.arange(S, device=device) if context is None else context.positions(S, device)  # type: ignore[no-any-return]
 
 
 def as_batch(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:
