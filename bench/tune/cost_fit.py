@@ -27,9 +27,10 @@ from nsa_sel.settings.schema import CostModel, Costs
 BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS, *LOSSES)}
 TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
 OF_CACHES = {"gathered", "rows-read"}  # terms that no plain call has
-CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
-LOSS_PHASES = {"fwd+bwd": "index-loss"}
 LOSS_PARTS = ("sparse", "warm-up")  # rows of bench/questions/indexer_loss.py: over selected keys, over all visible keys
+PHASES: Mapping[object, Mapping[str, str]] = {  # by part or distribution; `WAYS` are those of others
+    CHOICE: {"fwd": "choose", "bwd": "choose-backward"}, **{part: {"fwd+bwd": "index-loss"} for part in LOSS_PARTS},
+}  # fmt: skip
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
@@ -56,9 +57,7 @@ def case_of(row: Row) -> Case:
 
 def phase_of(row: Row) -> str | None:
     """Return `Request.phase` of what the row measured; None for both directions in one."""
-    phases: Mapping[str, str] = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
-    phases = LOSS_PHASES if row.get("part") in LOSS_PARTS else phases
-    phase = phases.get(str(row.get("direction")))
+    phase = PHASES.get(row.get("part", row.get("distribution")), WAYS).get(str(row.get("direction")))
     if phase != "decode":
         return phase
     cache = cache_of(row)
