@@ -12,7 +12,7 @@ from nsa_sel.caching import step_tensors
 from nsa_sel.caching.pools import Pools, scales_of
 from nsa_sel.caching.sequences import CachedSequence, Copies, Pages
 from nsa_sel.caching.step import CacheStep, PrefillLengths
-from nsa_sel.caching.step_tensors import StepSizes, StepTensors
+from nsa_sel.caching.step_tensors import ALL_KEYS, StepSizes, StepTensors
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
 from nsa_sel.core.check import check_compression
@@ -94,7 +94,7 @@ class NSACache:
             check_positive("index_dim", index_dim)
             if (compress_block, compress_stride, window, window_pages) != (32, 16, 512, None):
                 raise ArgumentError("index_dim", index_dim, "None with compression or a window", "make one cache for each kind of layer")
-            compress_block = compress_stride = window = 1  # a page holds one index key for each of its keys
+            compress_block, compress_stride, window = 1, 1, ALL_KEYS  # a page holds one index key for each of its keys
         window_pages = pages if window_pages is None else window_pages
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "groups": groups, "head_dim": head_dim, "value_dim": value_dim}
         for name, size in {**sizes, "window_pages": window_pages}.items():

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from nsa_sel.attention import selection_attention
 from nsa_sel.caching.step import LayerStep, check_step
+from nsa_sel.caching.step_tensors import ALL_KEYS
 from nsa_sel.choosing import choose_blocks
 from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive
 from nsa_sel.core.packed import checked_hidden, hidden_positions
@@ -133,7 +134,7 @@ class MSAttention(nn.Module):
         x, bounds = checked_hidden("MSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
         if cache is not None:
             given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
-            check_step(cache, x, (1, 1), 1, **given, return_loss=return_loss, warm_up=self.warm_up)
+            check_step(cache, x, (1, 1), ALL_KEYS, **given, return_loss=return_loss, warm_up=self.warm_up)
             positions = cache.tensors.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all projections
         q, k, v, index_q, index_k = self.project(x, positions, bounds)

@@ -180,6 +180,9 @@ def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str
     near([whole], [made(x)], error if kv_dtype is None else 0.2)
     sizes = [40, 9, 1, 1, 19]
     near([made(part, cache=cache.step([a, b], part.shape[1])[0]) for part in x.split(sizes, 1)], whole.split(sizes, 1), error)
+    for sequence in (a, b):
+        cache.truncate(sequence, 10)
+    near([made(x[:, 10:15], cache=cache.step([a, b], 5)[0])], [whole[:, 10:15]], error)
     c, d, rows = cache.open(), cache.open(), torch.full_like(x[:, :29], torch.nan)
     rows[0], rows[1, 17:] = x[0, :29], x[1, :12]
     o = made(rows, cache=cache.step([c, d], [29, 12])[0])
