@@ -126,7 +126,7 @@ def table(rows: list[Row]) -> str:
     cells = []
     for row in store.measured(rows):
         line = f"{row['S'] // 1024}k", "alike" if row["distribution"] == ALIKE else row["distribution"]
-        cells.append((line, TITLES[row["part"]], False, markdown.ms(row)))
+        cells.append((line, TITLES[row["part"]], False, markdown.ms(row, 4)))
     return markdown.pivot(["tokens", "selection"], cells, (False,))
 
 
