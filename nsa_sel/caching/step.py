@@ -236,7 +236,7 @@ class LayerStep(NamedTuple):
 def check_step(step: object, x: Tensor, compression: tuple[int, int], window: int, **given: bool) -> None:
     """Raise ArgumentError unless `step` is a `LayerStep` that fits hidden states x [B,S,width] and a layer with these sizes.
 
-    compression: compress_block and compress_stride; given: other arguments by name, of which no one may be given.
+    compression: compress_block and compress_stride; given: other arguments by name, none of which may be given.
     """
     if not isinstance(step, LayerStep):
         remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
