@@ -144,8 +144,7 @@ class NSAttention(nn.Module):
         """
         x, bounds = checked_hidden("NSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
         if cache is not None:
-            given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
-            check_step(cache, x, self.rule[:2], self.window, **given)
+            check_step(cache, x, self.rule[:2], self.window, cu_seqlens=cu_seqlens is not None, context_parallel=self.context is not None)
             positions = cache.tensors.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all three projections
         check_dtype(x, self.q)

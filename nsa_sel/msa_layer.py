@@ -133,8 +133,8 @@ class MSAttention(nn.Module):
         check_flag("return_loss", return_loss)
         x, bounds = checked_hidden("MSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
         if cache is not None:
-            given = {"cu_seqlens": cu_seqlens is not None, "context parallelism": self.context is not None}
-            check_step(cache, x, (1, 1), ALL_KEYS, **given, return_loss=return_loss, warm_up=self.warm_up)
+            given = {"cu_seqlens": cu_seqlens is not None, "context_parallel": self.context is not None}
+            check_step(cache, x, (1, 1), ALL_KEYS, return_loss=return_loss, warm_up=self.warm_up, **given)
             positions = cache.tensors.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all projections
         q, k, v, index_q, index_k = self.project(x, positions, bounds)

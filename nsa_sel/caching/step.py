@@ -242,14 +242,9 @@ def check_step(step: object, x: Tensor, compression: tuple[int, int], window: in
         remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
         raise ArgumentError("cache", f"a {type(step).__name__}", "a step of an NSACache, for this layer", remedy)
     transforms.check_traced("a layer with a cache", x, compiles=False)
-    for name, is_given in given.items():
-        if is_given:
-            raise ArgumentError(
-                "cache",
-                f"given with {name}",
-                f"no {name} with a cache",
-                "pass the rows [B,S] of the step; sequences of other lengths have rows without a token",
-            )
+    for name in (name for name, is_given in given.items() if is_given):
+        remedy = f"go without {name}: x has the rows [B,S] of the step, where shorter sequences have rows without a token"
+        raise ArgumentError("cache", f"given with {name}", f"no {name} with a cache", remedy)
     rows = step.tensors.position.shape
     if x.shape[:2] != rows:
         raise ArgumentError(
