@@ -237,7 +237,7 @@ LOSSES = (
         limits=_TRITON_LIMITS,
         requires=(_TRITON,),
         summary="the indexer's loss by KV tiles, with the rows that select each; its gradients in the same pass",
-        cost_terms={"index-loss": ("launch", "pairs", "scores", "exact")},
+        cost_terms={"index-loss": ("launch", "pairs", "exact", "indexed")},
     ),
     Backend(
         name="loss-torch",

@@ -143,12 +143,11 @@ def loss_work(request: Request) -> dict[str, float]:
     block, h = request.block_size or 1, request.h
     wide, wide_index = tile_columns(request.Dk, request.Dv, BYTES[request.dtype])
     # Products per (row, key): logits of the h heads; index logits for their log-sum-exp, and again; diq, dik.
-    widths = h * wide + 4 * wide_index
     return {
         "launch": 1.0,
         "pairs": pairs / 1e6 if request.block_size else 0.0,
-        "scores": pairs * block * h / 1e9,
-        "exact": pairs * block * 2 * widths / 1e12,
+        "exact": pairs * block * 2 * h * wide / 1e12,
+        "indexed": pairs * block * 2 * 4 * wide_index / 1e12,
         "visible": visible * block * h / 1e9,
     }
 
