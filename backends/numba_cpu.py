@@ -103,7 +103,7 @@ def _prepare(call: Call, *, listed: bool) -> _Prepared:
     sizes, repeats = (S, G, h, Dk, Dv, S_kv, n, -(-S_kv // int(TILE))), not listed and call.may_repeat()
     problem = Problem(*sizes, scale, share, tiles.ranges, repeats, position.ravel(), tiles.slot)
     work = B * S * G * h * call.selection.length_bound(S_kv) * max(Dk, Dv)
-    return _Prepared(problem, tiles, q, k, v, position.max(1) + 1, work, dtype)
+    return _Prepared(problem, tiles, q, k, v, np.minimum(position.max(1) + 1, S_kv), work, dtype)  # positions may pass the last key
 
 
 def _tiles(call: Call, share: int, *, listed: bool) -> _Tiles:

@@ -308,7 +308,15 @@ class Selection:
         Raises:
             ArgumentError: a wrong shape or dtype; under NSA_DEBUG_TRITON=1 also duplicates in a row.
         """
-        blocks = checked_blocks_of(block_indices, block_size, block_counts, disjoint)
+        return cls._of_blocks(checked_blocks_of(block_indices, block_size, block_counts, disjoint), block_size, disjoint)
+
+    @classmethod
+    def of_chosen(cls, chosen: Tensor, block_size: int) -> Selection:
+        """Return the selection of distinct blocks that this package has chosen, and that nobody writes while it is in use."""
+        return cls._of_blocks(checked_blocks_of(chosen, block_size, None, True, own=True), block_size, True)
+
+    @classmethod
+    def _of_blocks(cls, blocks: Blocks, block_size: int, disjoint: bool) -> Selection:
         debugs = debugging() and not torch.compiler.is_compiling()  # compiled calls validate when they run
         if blocks.kept() and not debugs:
             return cls._of_indices(blocks, block_size, disjoint)

@@ -167,9 +167,11 @@ def _plain_numbers(scale: object, most: object, flag: object) -> bool:
 
 def _given_or_made(made: tuple[Tensor, ...], given: tuple[Tensor | None, Tensor | None], return_lse: bool) -> Any:
     """Return o, or o and lse, of which those that are not given were made."""
-    left = iter(made)
-    o, lse = (next(left) if to is None else to for to in given)
-    return (o, lse) if return_lse else o
+    o, lse = given
+    o = made[0] if o is None else o
+    if not return_lse:
+        return o
+    return o, made[-1] if lse is None else lse
 
 
 def choose_blocks_with_kvcache(
@@ -227,13 +229,13 @@ def choose_blocks_with_kvcache(
         made = None if again is None else again.replay()
         if made is not None:
             chosen = made[0] if made else out if cu_seqlens_q is None else out[: len(q)]  # type: ignore[index]
-            return Selection.from_blocks(chosen, block_size, disjoint=True)  # type: ignore[arg-type]
+            return Selection.of_chosen(chosen, block_size)  # type: ignore[arg-type]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
     check_rule(rule)
     pool = check_pool(rule, reduce, heads, softmax, activation, tail)
     packed = packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
     chosen = _choose(again, q, k_cache, cache_seqlens, block_table, k_scale, scale, rule, pool, tail, backend, packed, out)
-    return Selection.from_blocks(chosen, block_size, disjoint=True)
+    return Selection.of_chosen(chosen, block_size)
 
 
 def _choose(

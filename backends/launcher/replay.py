@@ -14,6 +14,7 @@ arguments on (core/run.py, `Repeated`); plans are then temporaries like others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import operator
@@ -45,7 +46,7 @@ _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new te
 _address = Tensor.data_ptr
 TRIES = 3  # failed recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
-MOST_BYTES = 1 << 30  # largest buffer of temporaries, or of plans; calls that need more are GPU-bound, so replay saves nothing
+MOST_BYTES = 1 << 30  # that a recorded pass allocates; those that need more are GPU-bound, so replay saves nothing
 MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each stream
 MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
@@ -108,7 +109,10 @@ class Recordings:
             ready = thread.ready.get((recording.number, stream)) or _ready(recording, stream)
             given: list[Any] = [*map(kept.get, ready.given)]
             if kept.keys().isdisjoint(ready.built) and (None not in given or ready.build_given(kept, given, call)):
-                return ready.play(addresses, kept, given)
+                try:
+                    return ready.play(addresses, kept, given)
+                except torch.OutOfMemoryError:  # a replay allocates all temporaries at once, the pass itself one after another
+                    return None
         return None
 
     def run(self, addresses: list[int], stream: int, kept: Plans, work: Callable[[], Any], call: Call = None) -> Any:
@@ -121,9 +125,13 @@ class Recordings:
         unaligned = functools.reduce(operator.or_, addresses) & 15 and not whole
         if unaligned or thread.recording is not None or _fills() or cuda_driver.hooked() or self.failed == TRIES:
             return work()
-        recorder = Recorder(addresses, whole)
-        with recorder:
+        recorder, result = Recorder(addresses, whole), None
+        with contextlib.suppress(torch.OutOfMemoryError), recorder:
             result = work()
+        if result is None:  # a recording holds what the pass would free
+            recorder.made.clear()
+            self.failed += 1
+            return work()
         recording = recorder.finished(result)
         if recording is None or (recording.by_python and call is None):
             self.failed += 1
@@ -386,7 +394,7 @@ class _Ready:
             scratch = make((recording.scratch,), (1,), torch.uint8)
             scratch_at = scratch.data_ptr()
         if recording.kept:
-            plans = make((recording.kept,), (1,), torch.uint8)
+            plans = make((recording.kept // 4,), (1,), torch.int32)
             plans_at = plans.data_ptr()
         addresses = (*inputs, *map(_address, outputs), scratch_at, plans_at)
         for plan in given:
@@ -474,11 +482,10 @@ class Recorder:
         self._mode.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def hold(self, made: Tensor) -> None:
-        """Record an allocation. A whole call whose parts would free more than MOST_BYTES one after another is not replayed."""
+        """Record an allocation. A pass or call that allocates more than MOST_BYTES in all is not replayed."""
         self.bytes += made.nbytes
         self.made.append(made)
-        if self.decided is not None and self.bytes > MOST_BYTES:
-            self.refused = True
+        if self.bytes > MOST_BYTES:
             self.made.clear()
 
     def use(
@@ -522,13 +529,13 @@ class Recorder:
         own = [x for x in self.made if x.data_ptr() not in results]
         if (
             self.refused
+            or self.bytes > MOST_BYTES
             or not self.made
             or any(sizes.get(x.data_ptr()) != x.nbytes or not x.is_contiguous() for x in outputs)  # results may be views
             or not all(isinstance(value, tuple) and all(isinstance(x, Tensor | int | None) for x in value) for value in (result, *built))
             or len(outputs) != len(result)
             or len(own) + len(kept) + len(outputs) != len(self.made)
             or any(0 < x < LEAST_ADDRESS for x in (*self.inputs, *(x.data_ptr() for x in self.made + of_given)))
-            or max(sum(x.nbytes for x in tensors) for tensors in (own, kept)) > MOST_BYTES
         ):
             return None
         first = len(self.inputs)
@@ -560,7 +567,9 @@ class Recorder:
         facts = {}
         for key in self.built:
             value = self.plans[key].value
-            fields = tuple(Part(next(spans).offset, tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x for x in value)
+            fields = tuple(
+                Part(next(spans).offset, tuple(x.shape), contiguous(tuple(x.shape)), x.dtype) if isinstance(x, Tensor) else x for x in value
+            )
             kind = getattr(type(value), "_make", tuple)  # `_make` for named tuples
             facts[key] = kind, fields, tuple(x.offset for x in fields if type(x) is Part)
         return facts

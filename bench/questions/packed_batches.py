@@ -3,7 +3,8 @@
     python -m nsa_sel.bench.questions.packed_batches --out bench/results/h200/profiles/mixed.jsonl
 
 MiniMax-M3's attention: 4 KV groups of 16 heads, D 128, 16 blocks of 128 keys, the current one among them, bf16, keys and
-values of pages of 128 in one pool; from block indices, times by graph replay. Cases:
+values of pages of 128 in one pool; from block indices as `choose_blocks_with_kvcache` returns them, times by graph replay.
+Cases:
     decode64   one new token of each of 64 sequences of 32k keys
     chunk      2k new tokens behind a prefix of 30k
     prompt     a prompt of 16k tokens
@@ -67,7 +68,7 @@ class Step(NamedTuple):
 
     def attend(self) -> Tensor:
         """Attend in one call."""
-        selection = Selection.from_blocks(self.indices, PAGE)
+        selection = Selection.of_chosen(self.indices, PAGE)
         return selection_attention_with_kvcache(
             self.q, self.k, self.v, selection, self.lengths, self.table, cu_seqlens_q=self.cu, max_seqlen_q=self.most
         )
@@ -137,9 +138,11 @@ def measured(case: str, distribution: str, rep: float, copy_tbs: float) -> Itera
 
 
 def table(rows: list[Row]) -> str:
-    """Return milliseconds by case and distribution."""
+    """Return milliseconds by case and distribution, and the host's microseconds for the policy's choice."""
     cells = [((row["case"], row["distribution"]), row["backend"], "fwd", f"{row['ms_median']:.3f}") for row in rows]
     cells += [(line, "floor", "fwd", f"{row['floor_ms']:.3f}") for (line, *_), row in zip(cells, rows, strict=True)]
+    hosts = [row for row in rows if row["backend"] == "policy" and "host_us" in row]
+    cells += [((row["case"], row["distribution"]), "host, us", "fwd", f"{row['host_us']:.0f}") for row in hosts]
     return markdown.pivot(["case", "blocks"], cells, ("fwd",), left=1)
 
 

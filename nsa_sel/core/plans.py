@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -30,15 +29,16 @@ class Plan:
 
 
 class Part(NamedTuple):
-    """A tensor within a buffer."""
+    """A contiguous tensor within a buffer of int32."""
 
     offset: int  # bytes
     sizes: tuple[int, ...]
+    strides: tuple[int, ...]
     dtype: torch.dtype
 
     def of(self, buffer: Tensor) -> Tensor:
-        end = self.offset + math.prod(self.sizes) * self.dtype.itemsize
-        return buffer[self.offset : end].view(self.dtype).view(self.sizes)
+        typed = buffer if self.dtype == torch.int32 else buffer.view(self.dtype)
+        return typed.as_strided(self.sizes, self.strides, self.offset // self.dtype.itemsize)
 
 
 class PlanInBuffer:

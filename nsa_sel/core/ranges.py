@@ -200,47 +200,44 @@ class Blocks(NamedTuple):
 class _Facts(NamedTuple):
     """Facts of all block indices of a class that a kernel takes."""
 
-    as_given: bool  # the checks change nothing
+    as_given: int  # dimensions of indices in which the checks change nothing but to add one to three; 0: they change more
     dtype: torch.dtype  # of the ranges
     few: bool  # attention kernels can read the indices themselves, and skip duplicates
     kept: bool  # outside of a capture, indices stand for ranges until these are needed
     find_unique: bool
 
     @classmethod
-    def of(cls, indices: Tensor, counts: Tensor | None, as_given: bool, block_size: int, disjoint: bool) -> _Facts:
+    def of(cls, indices: Tensor, counts: Tensor | None, as_given: int, block_size: int, disjoint: bool, own: bool) -> _Facts:
         dtype = torch.int64 if indices.dtype == torch.int64 else range_dtype(block_size)
         few, several = indices.shape[1] <= FEW_TOKENS, not disjoint and indices.shape[-1] > 1
         # A plan made in inference mode could not be kept: see `Selection.plan`.
         find_unique = several and not few and indices.shape[-1] <= MOST_SEARCHED and not torch.is_inference_mode_enabled()
         as_they_are = counts is None and indices.is_contiguous()
         # Without a version counter nobody would notice that indices were written before their first use.
-        kept = as_they_are and not indices.is_inference() and (few or not torch.is_inference_mode_enabled())
+        kept = as_they_are and (own or not indices.is_inference()) and (few or not torch.is_inference_mode_enabled())
         return cls(as_given, dtype, few and as_they_are, kept, find_unique)
 
 
-_TRACED = _Facts(False, torch.int32, False, True, False)  # of a graph, whose ops make ranges in their own passes
+_TRACED = _Facts(0, torch.int32, False, True, False)  # of a graph, whose ops make ranges in their own passes
 
 
-def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool) -> Blocks:
+def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool, own: bool = False) -> Blocks:
     """Return the checked arguments of `Selection.from_blocks`; those of a class that passed before are not checked
-    again."""
+    again. own: this package has made the indices, and writes them no more."""
     given = (block_indices,) if block_counts is None else (block_indices, block_counts)
-    key = _key(block_indices, block_size, block_counts, disjoint)
-    facts: _Facts | None = None
-    for guards, value in () if key is None else _classes.get(key, ()):  # `transforms.find_class`, inlined
-        if guards.check(*given):
-            facts = value
-            break
+    key = _key(block_indices, block_size, block_counts, disjoint, own)
+    facts: _Facts | None = None if key is None else transforms.find_class(_classes.get(key, ()), *given)
     if facts is not None and facts.as_given:
-        return Blocks(block_indices, block_counts, facts, capturing(block_indices))
+        indices = block_indices if facts.as_given == 4 else block_indices.unsqueeze(1)
+        return Blocks(indices, block_counts, facts, capturing(indices))
     check_flag("disjoint", disjoint)
     indices, counts = checked_blocks(block_indices, block_size, block_counts)
     if torch.compiler.is_compiling():
         # A copy, because a write to the indices must not change the selection; the compiler drops it if there is none.
         return Blocks(padded(indices, counts).clone(memory_format=torch.contiguous_format), None, _TRACED)
     if facts is None and _takes(indices):
-        as_given = indices is block_indices and counts is block_counts
-        facts = _Facts.of(indices, counts, as_given, block_size, disjoint)
+        same = counts is block_counts and indices.dtype == block_indices.dtype
+        facts = _Facts.of(indices, counts, block_indices.dim() if same else 0, block_size, disjoint, own)
         if key is not None:
             if len(_classes) >= _MOST:
                 _classes.clear()
@@ -267,14 +264,14 @@ _classes: dict[Any, transforms.Classes] = {}
 _MOST = 1024  # shapes
 
 
-def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any) -> tuple[Any, ...] | None:
+def _key(block_indices: Any, block_size: Any, block_counts: Any, disjoint: Any, own: bool) -> tuple[Any, ...] | None:
     """Return the facts that guards do not compare, and shapes, which keep classes few; None if no kernel runs or guards
     can't be used."""
     plain = type(block_indices) in transforms.PLAIN and transforms.untransformed()
     if not plain or type(block_size) is not int or type(disjoint) is not bool:
         return None
     try:
-        return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint
+        return block_indices.shape, block_size, None if block_counts is None else block_counts.shape, disjoint, own
     except (AttributeError, RuntimeError):  # no tensor, or a nested one
         return None
 

@@ -161,7 +161,7 @@ def is_sticky(error: BaseException) -> bool:
 
 def is_broken(name: str, request: Request) -> bool:
     """Return True if `name` has failed for this class of requests in this process."""
-    return (name, _kind(request)) in broken
+    return any(failed == name for failed, _ in [*broken]) and (name, _kind(request)) in broken
 
 
 def offers(request: Request) -> tuple[Offer, ...]:

@@ -65,8 +65,9 @@ class _Attention(torch.autograd.Function):
         if do is None and dlse is None:
             return (None,) * 5
         q, k, v, o, lse, *_ = ctx.saved_tensors
-        replay = known.get("backward") if known and dlse is None and others[-1] is None and not registry.broken else None
-        found = None if replay is None else replay(others[0], q, k, v, o, lse, do)
+        replay = known.get("backward") if known and dlse is None and others[-1] is None else None
+        failed = registry.broken and _failed(decision, decision.backward)
+        found = None if replay is None or failed else replay(others[0], q, k, v, o, lse, do)
         if found is not None:
             events.count("backward", decision.backward)
             return *found, None, None
@@ -119,8 +120,9 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     """Return the outputs of a call, followed by the decision of the backend that ran: the decided one, or the fallback."""
     call, decision = decided.call, decided.decision
     # A Shortcut, which launcher/replay.py adds.
-    replay = call.known.get("forward") if call.known and call.workspace is None and not registry.broken else None
-    outputs = replay(call.selection, call.q, call.k, call.v) if replay is not None and function_of is forward_of else None
+    replay = call.known.get("forward") if call.known and call.workspace is None and function_of is forward_of else None
+    failed = registry.broken and _failed(decision, decision.forward)
+    outputs = None if replay is None or failed else replay(call.selection, call.q, call.k, call.v)
     if outputs is not None:
         events.record(decision, decided.request)
         return *outputs, decision
@@ -159,8 +161,10 @@ def _module_of(name: str, call: Call | ChooseCall) -> Any:
 
 def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
-    replay = call.known.get("backward") if call.known and dlse is None and call.workspace is None and not registry.broken else None
-    found: tuple[Tensor, Tensor, Tensor] | None = None if replay is None else replay(call.selection, call.q, call.k, call.v, o, lse, do)
+    replay = call.known.get("backward") if call.known and dlse is None and call.workspace is None else None
+    found: tuple[Tensor, Tensor, Tensor] | None = None
+    if replay is not None and not (registry.broken and _failed(decision, decision.backward)):
+        found = replay(call.selection, call.q, call.k, call.v, o, lse, do)
     if found is not None:
         events.count("backward", decision.backward)
         return found
@@ -212,7 +216,7 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         return call.run(direction, *given), None
     name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
-    if registry.broken and decision.override is None and registry.is_broken(name, decision.request):  # since autograd recorded the call
+    if registry.broken and _failed(decision, name):  # since autograd recorded the call
         events.count("fallbacks", name, "failed-before")
         return run_pass(call, after_failure(decision, name), direction, function_of, *given)
     try:
@@ -245,6 +249,11 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         again = after_failure(decision, name)
         events.count("fallbacks", name, type(error).__name__)
         return run_pass(call, again, direction, function_of, *given)
+
+
+def _failed(decision: Any, name: str | None) -> bool:
+    """Return True if backend `name` has failed for such calls in this process, and no caller forces it."""
+    return decision is not None and decision.override is None and registry.is_broken(str(name), decision.request)
 
 
 def _observed(settings: Settings) -> bool:
@@ -313,11 +322,11 @@ class Repeated(NamedTuple):
         """
         given = [x for x in tensors if x is not None]
         try:
-            if not _on_gpu(given[0]) or not transforms.untransformed() or registry.broken or log.followed is not None:
+            if not _on_gpu(given[0]) or not transforms.untransformed() or log.followed is not None:
                 return None
-            stream, addresses = _stream_outside_capture(given[0]), [x.data_ptr() for x in given]
+            stream, addresses = _stream_outside_capture(given[0]), [*map(Tensor.data_ptr, given)]
             shapes, low_bits = [None if x is None else x.shape for x in tensors], [address & 15 for address in addresses]
-        except (AttributeError, IndexError, RuntimeError):  # no tensor, or one without shape or memory
+        except (AttributeError, IndexError, RuntimeError, TypeError):  # no tensor, or one without shape or memory
             return None
         if stream is None or 0 in addresses or len({*addresses}) < len(addresses):  # guards take no tensor twice
             return None
@@ -328,9 +337,12 @@ class Repeated(NamedTuple):
     def replay(self) -> tuple[Tensor, ...] | None:
         """Return the results of a replay, or None: the call must be checked and run."""
         made = () if self.recordings is None else (*self.recordings.made,)  # another thread may drop the oldest recordings
-        results: tuple[Tensor, ...] | None = self.recordings.replay(self.addresses, self.stream, {}) if made else None  # type: ignore[union-attr]
-        for decided in () if results is None else made[0].decided or ():
-            events.record(*decided)
+        decided = made[0].decided or () if made else ()
+        if not made or (registry.broken and any(_failed(decision, decision.forward) for decision, _ in decided)):
+            return None
+        results: tuple[Tensor, ...] | None = self.recordings.replay(self.addresses, self.stream, {})  # type: ignore[union-attr]
+        for each in () if results is None else decided:
+            events.record(*each)
         return results
 
     def run(self, work: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

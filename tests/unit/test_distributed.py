@@ -38,7 +38,8 @@ def environment(**more: str) -> dict[str, str]:
     """Return the environment without flags and without Triton's interpreter, which the test process may have set."""
     clean = {name: text for name, text in os.environ.items() if not name.startswith(("NSA_", "TRITON_INTERPRET"))}
     path = os.pathsep.join((str(ROOT), clean.get("PYTHONPATH", "")))
-    return {**clean, "NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONPATH": path, **more}
+    own = {"NSA_SEL_CACHE": os.devnull + "/nothing", "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1", "PYTHONPATH": path}
+    return {**clean, **own, **more}
 
 
 def assert_passed(folder: Path, output: str, *words: str, number: int = 2) -> None:

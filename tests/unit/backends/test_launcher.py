@@ -10,6 +10,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
@@ -19,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import choose_blocks_with_kvcache, decisions, reset, selection_attention, selection_attention_with_kvcache
+from nsa_sel import choose_blocks_with_kvcache, decisions, explain, reset, selection_attention, selection_attention_with_kvcache
 from nsa_sel import selection as selection_module
 from nsa_sel.backends import cupy_cuda
 from nsa_sel.backends._triton import ranges as block_ranges
@@ -260,6 +261,9 @@ def test_whole_calls_over_pages_are_replayed(monkeypatch: pytest.MonkeyPatch, dr
         patched.setattr(replay.Recordings, "replay", lambda recordings, *_: recordings.made.clear() or ())
         assert again is not None
         assert again.replay() == ()
+    with monkeypatch.context() as patched:  # no memory for all temporaries at once
+        patched.setattr(replay._Ready, "play", mock.Mock(side_effect=torch.OutOfMemoryError))
+        assert again.replay() is None
     assert run.Repeated.of(("over pages",), *tensors, tensors[0]) is None
     assert run.Repeated.of(("nothing",), None) is None
     for _ in range(3):
@@ -284,11 +288,37 @@ def test_two_threads_may_keep_recordings_of_a_class(monkeypatch: pytest.MonkeyPa
     assert len(recordings.made) == 1
 
 
-def test_recording_a_whole_call_holds_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A call in parts frees the temporaries of each: the recording would hold all of them."""
+def test_a_failed_backend_ends_the_replays_of_its_calls_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "broken", {})
+    of, forced = (explain(*make_qkv(), make_blocks(1, 16, 1, 16, 1, 16), backend=name) for name in (None, "sdpa-packed"))
+    for decision, name, replayed in (
+        (of, "another", True), (of, of.forward, False), (forced, "another", True), (forced, forced.forward, True),
+    ):  # fmt: skip
+        made = types.SimpleNamespace(decided=((decision, decision.request),))
+        recordings: Any = types.SimpleNamespace(made=[made], replay=lambda *_: (torch.zeros(1),))
+        registry.mark_broken(str(name), decision.request, RuntimeError())
+        assert (run.Repeated((), [], [], 0, (), recordings).replay() is not None) == replayed
+
+
+def test_a_pass_that_has_no_memory_for_its_recording_runs_without() -> None:
+    x, recordings = torch.empty(1), replay.Recordings()
+
+    def work() -> tuple[Tensor]:
+        made = unwritten(x, 100)
+        if cuda_driver.thread.recording is not None:
+            raise torch.OutOfMemoryError
+        return (made,)
+
+    assert len(recordings.record([x.data_ptr()], work)) == 1
+    assert not recordings.made
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_recording_holds_little_memory(monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
+    """A pass in parts frees the temporaries of each: the recording would hold all of them."""
     monkeypatch.setattr(replay, "MOST_BYTES", 1000)
     x, held = torch.empty(1), list[int]()
-    recorder = replay.Recorder([x.data_ptr()], whole=True)
+    recorder = replay.Recorder([x.data_ptr()], whole)
     with recorder:
         for _ in range(10):
             unwritten(x, 100)
@@ -722,8 +752,9 @@ def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("most", [1, 600])
-def test_packed_calls_are_replayed(played: list[Any], most: int) -> None:
+def test_packed_calls_are_replayed(played: list[Any], most: int, mode: Any) -> None:
     """Choosing and attention, with the same bits as of calls of no class that was there before."""
     lengths, bounds = torch.tensor([700, 90, 1000], dtype=torch.int32, device="cuda"), torch.tensor([0, 1, 2, 2 + most], device="cuda")
     table, bounds = torch.randperm(24, device="cuda").int().view(3, 8), bounds.int()
@@ -739,7 +770,7 @@ def test_packed_calls_are_replayed(played: list[Any], most: int) -> None:
         selection_attention_with_kvcache(q, k, v, selection, lengths, table, out=out, **packed)
         return [selection.listed, *results, out]
 
-    with torch.no_grad():
+    with mode():
         wanted = []
         for seed in range(4):
             reset()

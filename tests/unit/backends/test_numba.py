@@ -19,7 +19,7 @@ from nsa_sel import Selection, selection_attention
 from nsa_sel.backends import numba_cpu
 from nsa_sel.backends._numba import kernels
 from nsa_sel.backends._numba.vectors import load, multiply_add, store
-from tests.helpers.cases import make_call, make_grads, make_qkv, make_spans
+from tests.helpers.cases import assert_forward, make_call, make_grads, make_qkv, make_spans
 
 
 @pytest.fixture
@@ -55,6 +55,16 @@ def test_a_key_poisoned_for_later_rows_is_harmless_to_earlier_ones() -> None:
     for before, after in zip(clean[:3], dirty[:3], strict=True):
         assert torch.equal(before[:, :40], after[:, :40])
         assert bool(after[:, 40:].isnan().all())
+
+
+def test_no_key_after_the_last_one_is_read() -> None:
+    """Positions may be after the last key, as those of other ranks' rows over a slice. NumPy checks indices, compiled code doesn't."""
+    q, k, v = make_qkv(1, 4, 1, 2, 8, S_kv=40)
+    call = make_call(q, k, v, torch.tensor([[0, 99]]).expand(1, 4, 1, 1, 2))
+    call.q_pos = torch.arange(97, 101).unsqueeze(0)  # as no check passes it
+    with mock.patch.object(kernels, "transpose_tiles", kernels.transpose_tiles.py_func):
+        o, lse = numba_cpu.forward(call)
+    assert_forward((o, lse), q, k, v, call.selection.ranges, q_pos=call.q_pos)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -76,8 +76,12 @@ def test_a_selection_of_blocks_is_one_launch(launches: list[Any], monkeypatch: p
     assert launches == [kernels.block_ranges_kernel] * 3
     with torch.inference_mode():  # no plan is kept, and none is computed ahead
         assert torch.equal(Selection.from_blocks(indices, 64).disjoint_ranges(), disjoint(expected))
+        chosen = indices[0, :8].contiguous()  # [T,G,n]
+        own = Selection.of_chosen(chosen, 64)
     few = Selection.from_blocks(indices[:, :8].contiguous(), 64)  # whose kernels find duplicates themselves
     assert len(launches) == 5
+    assert own.indices is not None
+    assert own.indices.data_ptr() == chosen.data_ptr()
     assert torch.equal(few.disjoint_ranges(), disjoint(expected[:, :8]))
     assert len(launches) == 7
 

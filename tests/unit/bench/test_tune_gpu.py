@@ -46,9 +46,13 @@ def test_a_quick_tuning_measures_and_is_used(way: str) -> None:
 
 def test_a_few_rows_of_the_whole_command_are_kept() -> None:
     """The next run continues with what was not measured within seconds."""
-    first, second = (tune("--minutes", "0.5", "--direction", "decode") for _ in range(2))
-    assert "decode" in first["thresholds"]
-    assert second["thresholds"] == first["thresholds"]
+    found = dict[str, Any]()
+    for _ in range(10):  # each run measures a row at least, beside other tests not many more
+        before, found = found, tune("--minutes", "0.2", "--direction", "decode")["thresholds"]
+        if before:
+            break
+    assert "decode" in found
+    assert found == before
     rows = beside(stamp_of(device_info(torch.device("cuda", 0))), calls.ROWS).read_text().splitlines()
     assert {json.loads(row)["direction"] for row in rows} == {"decode"}
 
