@@ -93,6 +93,7 @@ def _fits_tiles(call: Call, backward: bool) -> bool:
         call.device.sm == SM
         and HOPPER_TILES.fits(S, call.S_kv, h, Dk, call.v.shape[-1], call.selection.block_size, backward)
         and steps_in_pages(call)
+        and max(call.k.stride(2), call.v.stride(2)) < 1 << 31  # gather_steps.cuh multiplies bytes in 32 bits
         and mappable(call.q, call.k, call.v)
     )
 

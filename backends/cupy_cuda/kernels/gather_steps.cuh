@@ -18,6 +18,7 @@ constexpr int UNIT = BLOCK < KEYS ? BLOCK : KEYS, UNITS = KEYS / UNIT, PARTS = B
 constexpr int VALUE_STAGES = STAGES - 1;
 constexpr bool COPIES = UNIT < 8, GROUPED = UNIT >= 8 && UNIT < KEYS;
 constexpr int LOADERS = COPIES ? 2 : 1;  // warps that load K; as many load V
+constexpr int HALVES = TOKENS > 32 ? 2 : 1;  // a lane has the tokens lane and lane + 32
 // Byte offsets in a tile of keys or values between 64-column panels, and between groups of eight rows.
 template <int COLUMNS> struct Layout {
     static constexpr int NEXT = GROUPED ? 1024 : PANEL, GROUP = GROUPED ? COLUMNS * 16 : 1024;
@@ -68,24 +69,26 @@ struct Units {
         }
         page = key < visible ? page_of(p, tile.b, key) : -1;
     }
-    // Publish a step (lanes from `first` on): transpose bits of tokens per unit to bits of units per token.
-    DEVICE void publish(GatherShared &shared, int stage, int first) const {
+    // Transpose bits of tokens per unit to bits of units, one per lane, that the lane's tokens selected.
+    DEVICE void transpose(u32 (&units)[HALVES]) const {
+        UNROLL for (int r = 0; r < TOKENS; ++r) {
+            const u32 all = __ballot_sync(ALL_LANES, rows >> r & 1);
+            if (r % 32 == threadIdx.x % 32) units[r / 32] = all;
+        }
+    }
+    // Publish a step: lanes from `first` on. units: `transpose`.
+    DEVICE void publish(GatherShared &shared, int stage, int first, const u32 (&units)[HALVES]) const {
         const int lane = threadIdx.x % 32;
         u64 tokens = UNITS == 1 ? static_cast<u64>(__shfl_sync(ALL_LANES, rows, first)) : 0;
-        UNROLL for (int half = 0; UNITS > 1 && half < TOKENS; half += 32) {
-            u32 units = 0;  // of token half + lane
-#pragma unroll 2
-            for (int r = 0; r < min(32, TOKENS - half); ++r) {
-                const u32 all = __ballot_sync(ALL_LANES, static_cast<u32>(rows >> half % (8 * sizeof(rows))) >> r & 1);
-                if (r == lane) units = all >> first & ((1u << UNITS) - 1);
-            }
-            if (half + lane < TOKENS) shared.selected[stage][half + lane] = static_cast<u16>(units);
-            tokens |= static_cast<u64>(__ballot_sync(ALL_LANES, units != 0)) << half;
+        UNROLL for (int half = 0; half < (UNITS > 1 ? HALVES : 0); ++half) {
+            const u32 own = 32 * half + lane < TOKENS ? units[half] >> first & ((1u << UNITS) - 1) : 0;
+            if (32 * half + lane < TOKENS) shared.selected[stage][32 * half + lane] = static_cast<u16>(own);
+            tokens |= static_cast<u64>(__ballot_sync(ALL_LANES, own != 0)) << 32 * half;
         }
         if (lane == 0) shared.tokens[stage] = tokens;
     }
-    // Return whether some keys of a loaded unit must be zeroed.
-    DEVICE bool cut() const { return page >= 0 && visible < key + UNIT; }
+    // Return whether no row sees some keys of the unit.
+    DEVICE bool cut() const { return visible < key + UNIT; }
     // Zero the keys that no row sees in a step (lanes from `first` on), in whole rows: the swizzle does not matter.
     template <int COLUMNS> DEVICE void zero_unseen(unsigned char *stage, int first) const {
         for (int row = threadIdx.x % 32; row < KEYS; row += 32) {
@@ -112,52 +115,56 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
     PipelineState<N> at;
     int raw_parity = 0;
 
-    // Copy the rows of a step's units with cp.async, 16 bytes per lane; zeros for keys that no row sees. The addresses of
-    // the units of eight rows of the stage are computed at once, to overlap their latencies.
-    DEVICE void copy(const KeysTensor &x, const Units &units, int first, const TokenTile &tile, unsigned char *stage) {
-        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;    // chunks per row; rows per copy
-        constexpr int SHARE = UNITS / LOADERS, TOGETHER = COPIES ? 8 / UNIT : 1;  // units per warp
+    // Copy the rows of a step's units with cp.async, 16 bytes per lane, in few instructions: they would be the kernel's bound.
+    // CUT: zeros for keys that no row sees.
+    template <bool CUT> DEVICE void copy(const KeysTensor &x, const Units &units, int first, const TokenTile &tile, unsigned char *stage) {
+        constexpr int CHUNKS = COLUMNS / 8, AT_ONCE = 32 / CHUNKS;                // chunks per row; rows per copy
+        constexpr int SHARE = UNITS / LOADERS, TOGETHER = COPIES ? 8 / UNIT : 1;  // units per warp; units in eight rows of the stage
         const int lane = threadIdx.x % 32, chunk = lane % CHUNKS, lane_row = lane / CHUNKS;
-        const int packed = units.key * 8 + min(max(units.visible - units.key, 0), UNIT);
-        const u16 *from = x.data + (PAGED ? 0 : tile.b * x.stride_b) + tile.g * x.stride_g + lane_row * x.stride_n + chunk * 8;
+        const bool copies = CHUNKS * AT_ONCE == 32 || lane_row < AT_ONCE;
+        const u32 stride = static_cast<u32>(2 * x.stride_n);  // bytes; sm90.py refuses more
+        const u16 *group = x.data + (PAGED ? 0 : tile.b * x.stride_b) + tile.g * x.stride_g;
+        const char *from = reinterpret_cast<const char *>(group + lane_row * x.stride_n + chunk * 8);
         u32 to = shared_address(stage) + chunk / 8 * PANEL + part * SHARE * UNIT * 128 + swizzled(lane_row, chunk % 8);
-#pragma unroll 1
-        for (int u = 0; u < SHARE; u += TOGETHER, to += TOGETHER * UNIT * 128) {
-            const u16 *row[TOGETHER];
-            int seen[TOGETHER];
+        constexpr int UNROLLED = CUT ? 1 : 2;
+#pragma unroll UNROLLED
+        for (int u = 0; u < SHARE; u += TOGETHER, to += TOGETHER * UNIT * 128)
             UNROLL for (int i = 0; i < TOGETHER; ++i) {
-                const int at = first + part * SHARE + u + i, unit = __shfl_sync(ALL_LANES, packed, at);
-                row[i] = from + in_page(unit / 8) * x.stride_n;
-                if (PAGED) row[i] += max(__shfl_sync(ALL_LANES, units.page, at), 0) * x.stride_b;
-                seen[i] = unit % 8 - lane_row;
+                const int at = first + part * SHARE + u + i;
+                const u32 key = __shfl_sync(ALL_LANES, units.key, at);
+                const int seen = CUT ? __shfl_sync(ALL_LANES, units.visible, at) - static_cast<int>(key) - lane_row : UNIT;
+                const char *row = from + static_cast<u64>(static_cast<u32>(in_page(key))) * stride;
+                if (PAGED) row += max(__shfl_sync(ALL_LANES, units.page, at), 0) * 2 * x.stride_b;
+                UNROLL for (int r = 0; r < UNIT; r += AT_ONCE) {
+                    const u16 *chunks = reinterpret_cast<const u16 *>(row + static_cast<u64>(stride) * r);
+                    if (copies) cp_async_16((to ^ (i * UNIT + r) * 16) + (i * UNIT + r) * 128, chunks, r < seen);
+                }
             }
-            UNROLL for (int i = 0; i < TOGETHER; ++i)
-                UNROLL for (int r = 0; r < UNIT; r += AT_ONCE, row[i] += AT_ONCE * x.stride_n)
-                    if (lane_row < AT_ONCE) cp_async_16((to ^ (i * UNIT + r) * 16) + (i * UNIT + r) * 128, row[i], r < seen[i]);
-        }
     }
     // Load a step: the units from lane `first` on.
-    DEVICE void load(const Problem &p, const Units &units, int first, const TokenTile &tile) {
+    DEVICE void load(const Problem &p, const Units &units, int first, const TokenTile &tile, const u32 (&selected)[HALVES]) {
         const int g = static_cast<int>(tile.g), lane = threadIdx.x % 32, unit = lane - first;
         const bool own = unit >= 0 && unit < UNITS;
         unsigned char *stage = stages + at.stage * BYTES;
         if (COPIES) {
-            copy(OF_KEYS ? p.k : p.v, units, first, tile, stage);
+            const KeysTensor &x = OF_KEYS ? p.k : p.v;
+            if (__any_sync(ALL_LANES, own && units.cut())) copy<true>(x, units, first, tile, stage);
+            else copy<false>(x, units, first, tile, stage);
             cp_async_mbarrier_arrive(&pipeline.full[at.stage]);
             if (OF_KEYS && part == 0) {
                 if (own) shared.first_key[at.stage][unit] = units.key;
-                units.publish(shared, at.stage, first);
+                units.publish(shared, at.stage, first, selected);
                 __syncwarp();
                 pipeline.announce(at.stage);
             }
             at.next();
             return;
         }
-        const bool zeroes = __any_sync(ALL_LANES, own && units.cut());
+        const bool zeroes = __any_sync(ALL_LANES, own && units.page >= 0 && units.cut());
         u64 *raw = &shared.raw[OF_KEYS ? 0 : 1], *landed = zeroes ? raw : &pipeline.full[at.stage];
         if (OF_KEYS) {
             if (own) shared.first_key[at.stage][unit] = units.key;
-            units.publish(shared, at.stage, first);
+            units.publish(shared, at.stage, first, selected);
         }
         __syncwarp();
         if (lane == 0) mbarrier_arrive_expect(landed, BYTES);
@@ -183,10 +190,12 @@ template <int COLUMNS, bool OF_KEYS> struct StepProducer {
         const int all = counts.y * PARTS;
         for (int e = 0; e < all; e += 32) {
             const Units units(p, plan, tile, counts, e);
+            u32 selected[HALVES] = {};
+            if (OF_KEYS && UNITS > 1 && part == 0) units.transpose(selected);
             for (int i = 0; i < 32 && e + i < all; i += UNITS) {
                 before((e + i) / UNITS);
                 pipeline.wait_empty(at);
-                load(p, units, i, tile);
+                load(p, units, i, tile, selected);
             }
         }
     }

@@ -26,16 +26,28 @@ struct Arguments {
     i64 tiles, capacity;  // tiles per bg; largest list length
 };
 
-// Set, for every block, the bits of the rows that selected it.
-DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, TokenBits *rows) {
-    const u32 n = p.n, all = static_cast<u32>(min(static_cast<i64>(TOKENS), p.S - first_row)) * n;
-    for_ranges<THREADS, 2>(
-        p, all, [&](u32 e) { return ((b * p.S + first_row + e / n) * p.G + g) * p.n + e % n; },
-        [&](u32 e) { return row_limit(p, b, first_row + e / n); },
-        [&](u32 e, int start, int end) {  // in halves: an operation on 64 bits would be a loop
-            const u32 r = e / n;
-            if (end > start) atomicOr(reinterpret_cast<u32 *>(&rows[start / BLOCK]) + r / 32, 1u << r % 32);
-        });
+// Set, for every block, the bits of the rows that selected it. limits: `row_limit` of each row. `width` threads take a
+// row, because a division per range would take longer than all else.
+DEVICE void mark_rows(const Problem &p, i64 b, i64 g, i64 first_row, const int *limits, TokenBits *rows) {
+    constexpr int AT_ONCE = 4;
+    const int n = static_cast<int>(p.n), width = min((n + 31) / 32 * 32, THREADS), step = THREADS / width;
+    const int row = static_cast<int>(threadIdx.x) / width, count = static_cast<int>(min(static_cast<i64>(TOKENS), p.S - first_row));
+    if (row >= step) return;
+    const i64 pitch = p.G * n, begin = ((b * p.S + first_row) * p.G + g) * n;
+    for (int i = static_cast<int>(threadIdx.x) % width; i < n; i += width)
+        for (int first = row; first < count; first += step * AT_ONCE) {
+            Range loaded[AT_ONCE];
+            UNROLL for (int j = 0; j < AT_ONCE; ++j)
+                if (first + j * step < count) loaded[j] = Range(p, range_at(p, begin + (first + j * step) * pitch + i));
+            UNROLL for (int j = 0; j < AT_ONCE; ++j) {
+                const int r = first + j * step;
+                if (r >= count) break;
+                int start, end;
+                loaded[j].clamp(p, limits[r], start, end);
+                // In halves: an operation on 64 bits would be a loop.
+                if (end > start) atomicOr(reinterpret_cast<u32 *>(&rows[start / BLOCK]) + r / 32, 1u << r % 32);
+            }
+        }
 }
 
 // Classes of blocks: selected by rows of both consumers (or not BY_CONSUMER), of the first alone, of the second alone;
@@ -49,10 +61,11 @@ DEVICE Class class_of(TokenBits rows, bool whole) {
     return !BY_CONSUMER || (first && first != rows) ? SHARED : first ? FIRST : SECOND;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_constant__ Arguments x) {
+extern "C" __global__ void __launch_bounds__(THREADS, THREADS == 512 ? 3 : 1) tile_union(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(16) u16 memory[];
     TokenBits *rows = reinterpret_cast<TokenBits *>(memory);  // [blocks of keys]
-    __shared__ int lowest;  // row_limit of the tile
+    constexpr int WARPS = THREADS / 32;
+    __shared__ int limits[TOKENS], counts[CLASSES][WARPS];  // row_limit of each row; blocks of each class and warp
     const Problem &p = x.p;
     const int thread = threadIdx.x, all_blocks = (static_cast<int>(p.S_kv) + BLOCK - 1) / BLOCK;
     const u32 tiles = x.tiles, G = p.G, bg = blockIdx.x / tiles, b = bg / G, g = bg % G;  // 64-bit divisions are slow
@@ -61,40 +74,41 @@ extern "C" __global__ void __launch_bounds__(THREADS) tile_union(const __grid_co
     if (blockIdx.x == 0 && thread == 0) *x.counter = 0;
 
     for (int block = thread; block < all_blocks; block += THREADS) rows[block] = 0;
-    if (thread < 32) {
-        int limit = static_cast<int>(p.S_kv);
-        for (int r = thread; r < TOKENS && first_row + r < p.S; r += 32) limit = min(limit, row_limit(p, b, first_row + r));
-        limit = __reduce_min_sync(ALL_LANES, limit);
-        if (thread == 0) lowest = limit;
-    }
+    if (thread < TOKENS) limits[thread] = first_row + thread < p.S ? row_limit(p, b, first_row + thread) : static_cast<int>(p.S_kv);
     __syncthreads();
-    mark_rows(p, b, g, first_row, rows);
+    mark_rows(p, b, g, first_row, limits, rows);
     __syncthreads();
 
-    // Each warp numbers some adjacent blocks; the prefix sums are where its own begin among those of their class.
-    constexpr int WARPS = THREADS / 32;
-    const int lane = thread % 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
-    const int first = thread / 32 * share, end = min(first + share, all_blocks);
-    auto kind = [&](int block) { return class_of(rows[block], (block + 1) * static_cast<i64>(BLOCK) <= lowest); };
-    int upto[CLASSES] = {}, own[CLASSES], total[CLASSES];
-    for (int block = first + lane; block < end; block += 32)
-        if (rows[block])
-            UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) upto[c] += kind(block) == c;
-    UNROLL for (int c = 0; c < CLASSES; ++c) own[c] = upto[c];
-    block_prefix_sum<THREADS>(upto, total);
-    i64 next[CLASSES], begin = blockIdx.x * x.capacity;
+    // Each warp numbers some adjacent blocks; those of earlier warps come before its own of the same class.
+    const int lane = thread % 32, warp = thread / 32, share = (all_blocks + 32 * WARPS - 1) / (32 * WARPS) * 32;
+    const int first = warp * share, end = min(first + share, all_blocks);
+    int lowest = limits[lane % TOKENS];
+    if (TOKENS > 32) lowest = min(lowest, limits[(lane + 32) % TOKENS]);
+    const int seen_whole = __reduce_min_sync(ALL_LANES, lowest) / BLOCK;
+    auto kind = [&](int block) { return block < end && rows[block] ? class_of(rows[block], block < seen_whole) : CLASSES; };
+    int own[CLASSES] = {}, next[CLASSES], total[CLASSES];
+    for (int block = first + lane; block - lane < end; block += 32) {
+        const Class listed = kind(block);
+        UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) own[c] += __popc(__ballot_sync(ALL_LANES, listed == c));
+    }
+    UNROLL for (int c = 0; c < CLASSES; ++c)
+        if (lane == 0) counts[c][warp] = own[c];
+    __syncthreads();
     UNROLL for (int c = 0; c < CLASSES; ++c) {
-        next[c] = begin + __shfl_sync(ALL_LANES, upto[c] - own[c], 0);
-        begin += total[c];
+        const int of_warp = lane < WARPS ? counts[c][lane] : 0;
+        next[c] = __reduce_add_sync(ALL_LANES, lane < warp ? of_warp : 0);
+        total[c] = __reduce_add_sync(ALL_LANES, of_warp);
     }
     const int whole = total[SHARED] + total[FIRST] + total[SECOND];
+    const i64 begin = blockIdx.x * x.capacity;
+    const i64 begins[CLASSES] = {begin, begin + total[SHARED], begin + total[SHARED] + total[FIRST], begin + whole};
     if (thread == 0) x.counts[blockIdx.x] = make_int2(whole, whole + total[PARTIAL]);
     for (int block = first + lane; block - lane < end; block += 32) {
-        const int listed = block < end && rows[block] ? kind(block) : -1;
+        const Class listed = kind(block);
         UNROLL for (int c = 0; c < CLASSES; c += NEXT_CLASS) {
             const u32 all = __ballot_sync(ALL_LANES, listed == c);
             if (listed == c) {
-                const i64 at = next[c] + __popc(all & ((1u << lane) - 1));
+                const i64 at = begins[c] + next[c] + __popc(all & ((1u << lane) - 1));
                 x.blocks[at] = static_cast<u16>(block);
                 x.rows[at] = static_cast<RowBits<TOKENS>>(rows[block]);
             }

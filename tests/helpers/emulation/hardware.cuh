@@ -306,6 +306,9 @@ DEVICE int __reduce_min_sync(u32, int x) {
 DEVICE int __reduce_max_sync(u32, int x) {
     return joined(x, [](int a, int b) { return a > b ? a : b; });
 }
+DEVICE int __reduce_add_sync(u32, int x) {
+    return joined(x, [](int a, int b) { return a + b; });
+}
 DEVICE u32 __reduce_or_sync(u32, u32 x) {
     return joined(x, [](u32 a, u32 b) { return a | b; });
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -307,6 +308,14 @@ def test_which_calls_read_the_union_of_their_tokens(changed: dict[str, Any], tak
     facts = {"lengths": (150,) * 50, "page_size": 64, "S_q": 4, "h": 16, "Dk": 64, "Dv": 128, "block": 64, "dtype": torch.float16}
     cache = make_cache(**{**facts, **changed})  # type: ignore[arg-type]
     assert few_tokens.supports(cache_call(cache, msgspec.structs.replace(GPU, sm_count=132))) == takes
+
+
+def test_keys_4_gib_apart_are_read_row_by_row() -> None:
+    """Copies of gathered steps multiply a key's number by the bytes from key to key in 32 bits."""
+    call = call_of(*make_qkv(1, 64, 1, 12, 64, 64, S_kv=64, dtype=torch.float16), make_blocks(1, 64, 1, 64, 3, 4))
+    for step, fits in (((1 << 31) - 8, True), (1 << 31, False)):
+        far = torch.empty_strided(call.k.shape, (step * 64, step * 64, step, 1), dtype=torch.float16, device="meta")
+        assert sm90.supports_tiles(dataclasses.replace(call, k=far)) == fits
 
 
 def test_pages_of_parts_of_a_step_are_gathered() -> None:
