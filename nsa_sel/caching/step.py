@@ -1,9 +1,9 @@
 """A step of a cache: new tokens of some sequences, passed to every layer of a model.
 
-Each `NSAttention` layer appends the keys and values of the new tokens to its pages, compresses the pieces that they complete (with few
-kernels on a GPU, in plain PyTorch elsewhere) and attends. A few new tokens attend by the kernels that read pages, one row
-at a time. Many new tokens of sequences of one length attend by the prefill kernels, which share loads between rows, after
-the keys were gathered from their pages into contiguous tensors.
+Each `NSAttention` layer appends the keys and values of the new tokens to its pages, compresses the pieces that they
+complete (with few kernels on a GPU, in plain PyTorch elsewhere) and attends. A few new tokens attend by the kernels
+that read pages, one row at a time. Many new tokens of sequences of one length attend by the prefill kernels, which
+share loads between rows, after the keys were gathered from their pages into contiguous tensors.
 """
 
 from __future__ import annotations
