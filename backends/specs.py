@@ -227,7 +227,7 @@ CHOOSERS = (
     ),
 )
 
-# Backends of kind "index_loss", in order of preference.
+# Backends of kind "index_loss", in order of preference without costs.
 LOSSES = (
     Backend(
         name="loss-triton",
@@ -237,6 +237,7 @@ LOSSES = (
         limits=_TRITON_LIMITS,
         requires=(_TRITON,),
         summary="the indexer's loss by KV tiles, with the rows that select each; its gradients in the same pass",
+        cost_terms={"index-loss": ("launch", "pairs", "exact", "indexed")},
     ),
     Backend(
         name="loss-torch",
@@ -247,6 +248,7 @@ LOSSES = (
         summary="masked matrix products in chunks of rows; the fallback that always runs",
         fallback=True,
         slow=True,
+        cost_terms={"index-loss": ("launch", "visible")},
     ),
 )
 

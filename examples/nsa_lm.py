@@ -97,7 +97,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(sizes.width, 4 * sizes.width), nn.GELU(), nn.Linear(4 * sizes.width, sizes.width))
 
     def forward(self, x: Tensor, **cache: Any) -> Tensor:
-        """Return [B,S,width] for x [B,S,width]. `cache=` is passed to NSAttention."""
+        """Return [B,S,width] for x [B,S,width]. `cache=` is passed to the attention."""
         x = x + self.attention(self.norms[0](x), **cache)
         return x + self.mlp(self.norms[1](x))  # type: ignore[no-any-return]
 
@@ -148,21 +148,21 @@ def attention_mass(layer: MSAttention, x: Tensor, rows: int = 64) -> tuple[float
 
 
 def nsa_checkpoint(run: Path, *others: str) -> dict[str, Any]:
-    """Load the checkpoint of a run with NSA.
+    """Load the checkpoint of a run with NSA or MSA.
 
     Args:
         run: a folder written by train_nsa_lm.py.
         others: names of other required files.
 
     Raises:
-        ArgumentError: a file is missing, or the run has another attention.
+        ArgumentError: a file is missing, or the run has dense attention.
     """
     for name in ("checkpoint.pt", *others):
         if not (run / name).exists():
             raise ArgumentError("the run", f"{run} without {name}", "a folder that train_nsa_lm.py wrote", "train there first")
     state: dict[str, Any] = torch.load(run / "checkpoint.pt", map_location="cpu", weights_only=True)
-    if state["sizes"]["attention"] != "nsa":
-        raise ArgumentError("the run", f"{run}, of {state['sizes']['attention']} attention", "one of nsa", "train with --attention nsa")
+    if state["sizes"]["attention"] == "dense":
+        raise ArgumentError("the run", f"{run}, of dense attention", "one of nsa or msa", "train with --attention nsa")
     return state
 
 

@@ -188,12 +188,14 @@ class Training:
 
     def indexer_facts(self) -> Row:
         """Return the mean loss of the indexers in the last step; none without MSA."""
-        return {"index_loss": sum(float(layer.index_loss) for layer in self.msa) / len(self.msa)} if self.msa else {}  # type: ignore[arg-type]
+        return {"index_loss": self.mean(torch.stack([layer.index_loss for layer in self.msa]).mean())} if self.msa else {}  # type: ignore[misc]
 
     @torch.no_grad()
     def mass_facts(self) -> Row:
         """Return the share of attention mass that chosen and best blocks hold in held-out text, by layer; none without
-        MSA."""
+        MSA, and on several ranks."""
+        if self.ranks is not None:
+            return {}
         inputs: list[Tensor] = []
         hooks = [layer.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments[0])) for layer in self.msa]
         self.held_out_loss()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nsa_sel.core.warm import reset
     from nsa_sel.index_loss import indexer_loss
     from nsa_sel.layer import NSASelection, block_scores
-    from nsa_sel.msa_layer import MSACache, MSAttention
+    from nsa_sel.msa_layer import MSAttention
     from nsa_sel.quantize import quantize_e4m3
     from nsa_sel.selection import Selection
     from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Decision",
-    "MSACache",
     "MSAttention",
     "NSACache",
     "NSASelection",
@@ -70,7 +69,6 @@ __all__ = [
 ]
 _HOMES = {
     "Decision": "core.decision",
-    "MSACache": "msa_layer",
     "MSAttention": "msa_layer",
     "NSACache": "cache",
     "NSASelection": "layer",

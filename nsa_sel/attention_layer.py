@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from nsa_sel.branches import nsa_attention
-from nsa_sel.caching.step import LayerStep
+from nsa_sel.caching.step import LayerStep, check_step
 from nsa_sel.compression import BlockMean, BlockMLP
-from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
+from nsa_sel.core.arguments import CuSeqlens, check_flag, check_positive
 from nsa_sel.core.call import Rule
 from nsa_sel.core.check import check_rule
-from nsa_sel.core.packed import check_longest
-from nsa_sel.core.transforms import check_transforms, in_autocast_dtype
-from nsa_sel.errors import ArgumentError, renamed, shown
+from nsa_sel.core.packed import checked_hidden, hidden_positions
+from nsa_sel.core.transforms import in_autocast_dtype
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.projection import Heads, Parts, check_dtype, joins, project, split_columns
 from nsa_sel.rotary import angles, angles_of, base_of, kept_and_rotated, rotate, rotate_by
 
@@ -142,31 +142,15 @@ class NSAttention(nn.Module):
             ArgumentError: bad input.
             BackendError: as `nsa_attention`.
         """
-        check_tensors(x=x)
-        check_transforms(x, name="NSAttention")
-        check_longest(max_seqlen, cu_seqlens)
-        if x.dim() != 3 or x.shape[2] != self.width:
-            remedy = "a batch of one is x.unsqueeze(0); for another width make NSAttention(width, ...)"
-            raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
-        if not (x.is_cpu or x.is_cuda) or not x.is_floating_point():
-            raise ArgumentError("x", f"{x.dtype} on {x.device}", "a floating dtype on cpu or cuda", "move or cast it as the parameters")
-        if cu_seqlens is not None and len(x) != 1:
-            remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
-            raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
-        if cu_seqlens is not None and self.context is not None:
-            raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
+        x, bounds = checked_hidden("NSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
         if cache is not None:
-            if not isinstance(cache, LayerStep):
-                remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
-                raise ArgumentError("cache", f"a {type(cache).__name__}", "a step of an NSACache, for this layer", remedy)
-            cache.check(x, self.rule, self.window, cu_seqlens is not None, self.context is not None)
+            check_step(cache, x, self.rule[:2], self.window, cu_seqlens=cu_seqlens is not None, context_parallel=self.context is not None)
             positions = cache.tensors.position if positions is None else positions
-        bounds = None if cu_seqlens is None else Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x)
-        if bounds is not None:
-            x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights
         (x,) = in_autocast_dtype(x)  # once for all three projections
         check_dtype(x, self.q)
-        parts = self._parts(x, self._positions(x, positions, bounds), cache is None)
+        if self.rotary is not None or positions is not None:
+            positions = hidden_positions(x, positions, bounds, self.context)
+        parts = self._parts(x, positions, cache is None)
         if cache is not None:
             o = cache.attend(parts, (self.compress_k, self.compress_v), self.rule, self.backend)
             return self.out(o.flatten(2))  # type: ignore[no-any-return]
@@ -185,22 +169,6 @@ class NSAttention(nn.Module):
         else:
             o = self.context.attend(self, q, k_cmp, v_cmp, *others, q_cmp=q_cmp)
         return self.out(o.flatten(2))  # type: ignore[no-any-return]
-
-    def _positions(self, x: Tensor, positions: Tensor | None, bounds: Bounds | None) -> Tensor | None:
-        """Checked positions of the rows of x, or the default ones; None without rotary positions."""
-        (B, S), device = x.shape[:2], x.device
-        if positions is not None:
-            try:
-                as_positions(positions, B, S, device)
-            except ArgumentError as error:
-                raise renamed(error, q_pos="positions") from None
-        if self.rotary is None:
-            return None
-        if positions is not None:
-            return positions
-        if bounds is not None:
-            return row_positions(bounds.on(x), S)[0].clamp(min=0)
-        return torch.arange(S, device=device) if self.context is None else self.context.positions(S, device)  # type: ignore[no-any-return]
 
     def _parts(self, x: Tensor, positions: Tensor | None, many: bool) -> Parts:
         """Return the branches' inputs. q and the keys of the selected branch and the window are rotated.
@@ -223,6 +191,12 @@ class NSAttention(nn.Module):
             q_cmp, q = kept_and_rotated(q, table)
             k_slc, k_win = rotate_by(k_slc, table), rotate_by(k_win, table)
         return Parts(q_cmp, q, k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, gates)
+
+    def cached_sizes(self) -> tuple[Any, ...]:
+        """Return G, Dk, Dv, dtype and device, and options by name: what an `NSACache` of the layer depends on."""
+        block, stride, *_ = self.rule
+        weight, options = self.kv.weight, (("compress_block", block), ("compress_stride", stride), ("window", self.window))
+        return self.groups, self.head_dim, self.value_dim, weight.dtype, weight.device, options
 
     def extra_repr(self) -> str:
         """The options that print(layer) shows."""

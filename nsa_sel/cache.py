@@ -1,5 +1,5 @@
-"""`NSACache`: keys and values of many sequences in pages, for a model of `NSAttention` layers that prefills and
-decodes."""
+"""`NSACache`: keys and values of many sequences in pages, for a model of `NSAttention` or `MSAttention` layers that
+prefills and decodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from nsa_sel.caching import step_tensors
 from nsa_sel.caching.pools import Pools, scales_of
 from nsa_sel.caching.sequences import CachedSequence, Copies, Pages
 from nsa_sel.caching.step import CacheStep, PrefillLengths
-from nsa_sel.caching.step_tensors import StepSizes, StepTensors
+from nsa_sel.caching.step_tensors import ALL_KEYS, StepSizes, StepTensors
 from nsa_sel.core.arguments import check_positive
 from nsa_sel.core.call import DTYPES
 from nsa_sel.core.check import check_compression
 from nsa_sel.errors import ArgumentError, shown
+from nsa_sel.msa_layer import MSAttention
 from nsa_sel.quantize import STORED
 
 KVScales = Mapping[str, torch.Tensor | float]
@@ -25,8 +26,8 @@ _TABLE_SIZES = 8  # table sizes per power of two; with few sizes, calls repeat a
 
 
 class NSACache:
-    """The cache of a model's `NSAttention` layers. Prefill, chunked prefill, decoding and verifying draft tokens are
-    one call:
+    """The cache of a model's `NSAttention` or `MSAttention` layers. Prefill, chunked prefill, decoding and verifying draft
+    tokens are one call:
 
         a = cache.open()
         step = cache.step([a, b], tokens=[3, 1])
@@ -35,8 +36,9 @@ class NSACache:
 
     The pages of all keys hold the selected branch's K and V, and the compressed keys that end in them. Separate pages
     hold recent keys: those of the window, and those that a compressed key still needs. The next step of a sequence
-    releases the recent pages that its rows do not need. Sequences can share pages; a shared page is copied before it is
-    written. Device work is stream-ordered, so all steps must run on one stream. Not thread-safe.
+    releases the recent pages that its rows do not need. For `MSAttention` a page holds K, V and index keys, and there are
+    no recent keys. Sequences can share pages; a shared page is copied before it is written. Device work is
+    stream-ordered, so all steps must run on one stream. Not thread-safe.
 
     Args:
         layers: number of layers of the model.
@@ -45,6 +47,7 @@ class NSACache:
         groups: G, KV groups; with tensor parallelism those of this rank.
         head_dim, value_dim: Dk and Dv; by default Dv = Dk.
         compress_block, compress_stride, window: as for the layers.
+        index_dim: Di of `MSAttention` layers, which have no compression and no window: leave these out.
         window_pages: number of pages of recent keys of all sequences; by default `pages`, which is always enough. A
             sequence holds at most (max(window, compress_block) + S - 2) // page_size + 2 of them, with S rows in its
             longest step.
@@ -52,7 +55,7 @@ class NSACache:
             autocast's dtype).
         kv_dtype: dtype of K and V of the selected branch and of the window: `dtype`, the default, or float8_e4m3fn,
             half the bytes of bfloat16. Layers attend to the quantized keys, in prefill as in decoding. Compressed keys,
-            and keys before compression, stay in `dtype`. float8_e4m3fn does not support float64, nor GPUs below SM 8.9.
+            keys before compression, and index keys stay in `dtype`. float8_e4m3fn does not support float64, nor GPUs below SM 8.9.
         kv_scales: with float8_e4m3fn, scales by pool name, key = stored * scale: "k" and "v" for the selected branch,
             "k_win" and "v_win" for the window; 1 if left out. A positive number, or float32 with one element, [layers],
             or [layers,G]; with dtype float16 at most 65504 / 448. Values beyond 448 * scale are clamped; NaN stays NaN.
@@ -79,6 +82,7 @@ class NSACache:
         compress_block: int = 32,
         compress_stride: int = 16,
         window: int = 512,
+        index_dim: int | None = None,
         window_pages: int | None = None,
         dtype: torch.dtype = torch.bfloat16,
         kv_dtype: torch.dtype | None = None,
@@ -86,6 +90,11 @@ class NSACache:
         device: torch.device | str | None = None,
     ) -> None:
         value_dim = head_dim if value_dim is None else value_dim
+        if index_dim is not None:
+            check_positive("index_dim", index_dim)
+            if (compress_block, compress_stride, window, window_pages) != (32, 16, 512, None):
+                raise ArgumentError("index_dim", index_dim, "None with compression or a window", "make one cache for each kind of layer")
+            compress_block, compress_stride, window = 1, 1, ALL_KEYS  # a page holds one index key for each of its keys
         window_pages = pages if window_pages is None else window_pages
         sizes = {"layers": layers, "pages": pages, "page_size": page_size, "groups": groups, "head_dim": head_dim, "value_dim": value_dim}
         for name, size in {**sizes, "window_pages": window_pages}.items():
@@ -106,13 +115,13 @@ class NSACache:
         self._pages, self._window_pages = Pages("pages", pages), Pages("window_pages", window_pages)
         self.scales = scales_of(kv_dtype, kv_scales, dtype, layers, groups, self.device)
         attended = dtype if self.scales is None else STORED
-        self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), dtype, attended, self.device)
+        self.pools = Pools.make(layers, self.sizes, groups, (head_dim, value_dim), index_dim, dtype, attended, self.device)
         self._sequences: dict[int, CachedSequence] = {}
         self._opened = 0
 
     @classmethod
     def of(
-        cls, model_layers: Iterable[NSAttention], pages: int, page_size: int, *, window_pages: int | None = None,
+        cls, model_layers: Iterable[NSAttention | MSAttention], pages: int, page_size: int, *, window_pages: int | None = None,
         dtype: torch.dtype | None = None, kv_dtype: torch.dtype | None = None, kv_scales: KVScales | None = None,
     ) -> NSACache:  # fmt: skip
         """Create a cache for these layers, in their order.
@@ -131,25 +140,26 @@ class NSACache:
         """
         try:
             layers = list(model_layers)
-            kinds = {(x.groups, x.head_dim, x.value_dim, *x.rule[:2], x.window, x.kv.weight.dtype, x.kv.weight.device) for x in layers}
+            kinds = {x.cached_sizes() for x in layers}
         except (TypeError, AttributeError) as error:  # checked by attributes, so that wrapped layers are accepted
             raise ArgumentError(
                 "model_layers",
                 f"a {type(model_layers).__name__} ({error})",
-                "a list of NSAttention layers",
+                "a list of NSAttention or MSAttention layers",
                 "pass [block.attention for block in model.blocks], or the like",
             ) from error
         if len(kinds) != 1:
             raise ArgumentError(
                 "model_layers",
                 f"{len(layers)} layers of {len(kinds)} kinds",
-                "layers of one number of groups, head dimensions, compression, window, dtype and device",
+                "layers of one class, number of groups, head dimensions, compression, window, dtype and device",
                 "make one cache for each kind",
             )
-        groups, head_dim, value_dim, block, stride, window, own, device = kinds.pop()
+        *heads, own, device, sizes = kinds.pop()
+        dtype = own if dtype is None else dtype
         return cls(
-            len(layers), pages, page_size, groups, head_dim, value_dim, compress_block=block, compress_stride=stride, window=window,
-            window_pages=window_pages, dtype=own if dtype is None else dtype, kv_dtype=kv_dtype, kv_scales=kv_scales, device=device,
+            len(layers), pages, page_size, *heads, window_pages=window_pages, dtype=dtype, kv_dtype=kv_dtype, kv_scales=kv_scales,
+            device=device, **dict(sizes),
         )  # fmt: skip
 
     @property

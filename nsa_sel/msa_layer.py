@@ -6,21 +6,22 @@ The layer is that of MiniMax-M3, and its parameters have the names of transforme
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
 
 from nsa_sel.attention import selection_attention
+from nsa_sel.caching.step import LayerStep, check_step
+from nsa_sel.caching.step_tensors import ALL_KEYS
 from nsa_sel.choosing import choose_blocks
-from nsa_sel.core.arguments import Bounds, CuSeqlens, as_positions, check_flag, check_positive, check_tensors, row_positions
-from nsa_sel.core.packed import check_longest
-from nsa_sel.core.transforms import check_transforms, in_autocast_dtype, traces
-from nsa_sel.errors import ArgumentError, renamed, shown
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_flag, check_positive
+from nsa_sel.core.packed import checked_hidden, hidden_positions
+from nsa_sel.core.transforms import in_autocast_dtype, traces
+from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.index_loss import indexer_loss
 from nsa_sel.rotary import Angles, angles_of, normed_and_rotated, rotate_by
 from nsa_sel.selection import Selection
-from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
 from nsa_sel.varlen import selection_attention_varlen
 from nsa_sel.window import sliding_window_attention
 
@@ -96,16 +97,16 @@ class MSAttention(nn.Module):
     @overload
     def forward(
         self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, *,
-        cache: MSACache | None = None, return_loss: Literal[False] = False,
+        cache: LayerStep | None = None, return_loss: Literal[False] = False,
     ) -> Tensor: ...  # fmt: skip
     @overload
     def forward(
         self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, *,
-        cache: MSACache | None = None, return_loss: Literal[True],
+        cache: LayerStep | None = None, return_loss: Literal[True],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     def forward(
         self, x: Tensor, positions: Tensor | None = None, cu_seqlens: CuSeqlens | None = None, max_seqlen: int | None = None, *,
-        cache: MSACache | None = None, return_loss: bool = False,
+        cache: LayerStep | None = None, return_loss: bool = False,
     ) -> Any:  # fmt: skip
         """Attend causally from x to itself, or with a cache to earlier tokens, too.
 
@@ -116,8 +117,8 @@ class MSAttention(nn.Module):
             cu_seqlens: for a packed batch (docs/varlen.md), x [1,T,width]: [N+1] int32 or int64 on the CPU or on x's
                 device, or a list; sequence i is x[0, cu_seqlens[i]:cu_seqlens[i+1]]. Bounds on a GPU are not checked.
             max_seqlen: with cu_seqlens, as of `choose_blocks`: no sequence has more rows.
-            cache: x are S new tokens of each of its B sequences. Without gradients, a loss, cu_seqlens or context
-                parallelism.
+            cache: step[i] of an `NSACache` for the model's layer i, where x holds new tokens of cached sequences. Without
+                gradients, a loss, cu_seqlens or context parallelism.
             return_loss: also return the indexer's loss.
 
         Returns:
@@ -130,34 +131,25 @@ class MSAttention(nn.Module):
             BackendError: as `selection_attention`.
         """
         check_flag("return_loss", return_loss)
-        check_tensors(x=x)
-        check_transforms(x, name="MSAttention")
-        check_longest(max_seqlen, cu_seqlens)
-        if x.dim() != 3 or x.shape[2] != self.width:
-            remedy = "a batch of one is x.unsqueeze(0); for another width make MSAttention(width, ...)"
-            raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {self.width}]", remedy)
-        if cu_seqlens is not None:
-            if len(x) != 1 or self.context is not None:
-                value = f"given with B = {len(x)}" if self.context is None else "given with context parallelism"
-                remedy = "pass whole sequences, or x.flatten(0, 1).unsqueeze(0)"
-                raise ArgumentError("cu_seqlens", value, "only with x [1,T,width], on one GPU", remedy)
-            bounds = Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x, max_seqlen)
-            x = bounds.zero_padding(x[0]).unsqueeze(0)  # NaN there would reach the gradients of the weights
-            positions = row_positions(bounds.on(x), x.shape[1])[0].clamp(min=0) if positions is None else positions
+        x, bounds = checked_hidden("MSAttention", x, self.width, cu_seqlens, max_seqlen, self.context is not None)
         if cache is not None:
-            self._check_cached(x, cache, cu_seqlens, return_loss)
-            positions = cache.next_positions(x.shape[1]) if positions is None else positions
+            given = {"cu_seqlens": cu_seqlens is not None, "context_parallel": self.context is not None}
+            check_step(cache, x, (1, 1), ALL_KEYS, return_loss=return_loss, warm_up=self.warm_up, **given)
+            positions = cache.tensors.position if positions is None else positions
         (x,) = in_autocast_dtype(x)  # once for all projections
-        q, k, v, index_q, index_k = self.project(x, positions)
+        q, k, v, index_q, index_k = self.project(x, positions, bounds)
         if cache is not None:
-            lengths = cache.append(k.transpose(1, 2), v.transpose(1, 2), index_k)
-            selection = self.indexer.choose_cached(index_q, cache.index_k, lengths)
-            o = selection_attention_with_kvcache(q, cache.k, cache.v, selection, lengths, backend=self.backend)
+            of_keys = k.transpose(1, 2), v.transpose(1, 2), index_q.unsqueeze(3), index_k.unsqueeze(2)
+            o = cache.attend_indexed(q, *of_keys, self.indexer.rule(), self.backend)
             return self.o_proj(o.flatten(2))
         learns = return_loss or (self.training and self.loss_weight is not None and torch.is_grad_enabled())
-        if self.context is not None:
-            k, v, index_k = self.context.keys(k, v, index_k)  # of all slices up to this one, whose rows are the last
-        o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns)
+        if self.context is None:
+            o, loss = self._attend(q, k, v, index_q, index_k, cu_seqlens, max_seqlen, learns=learns)
+        else:
+            slices = [self._attend(*each, learns=learns) for each in self.context.slices(q, k, v, index_q, index_k)]
+            o, loss = torch.cat([o for o, _ in slices], 1), None
+            if learns:
+                loss = torch.stack([loss for _, loss in slices if loss is not None]).mean()  # slices are of as many rows
         o = o.flatten(2)
         if loss is None:
             return self.o_proj(o)
@@ -167,8 +159,8 @@ class MSAttention(nn.Module):
         return self.o_proj(_WithLoss.apply(o, loss, self.loss_weight))  # type: ignore[no-untyped-call]
 
     def _attend(
-        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, cu_seqlens: CuSeqlens | None, max_seqlen: int | None,
-        learns: bool,
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, cu_seqlens: CuSeqlens | None = None,
+        max_seqlen: int | None = None, *, learns: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return o [B,S,G,h,D] of what `project` returns, and the indexer's loss if it learns."""
         options: Any = {}
@@ -188,47 +180,28 @@ class MSAttention(nn.Module):
         loss = indexer_loss(q, k, lse, index_q, index_k, selection, **options) if learns else None
         return o if cu_seqlens is None else o.unsqueeze(0), loss
 
-    def _check_cached(self, x: Tensor, cache: MSACache, cu_seqlens: CuSeqlens | None, return_loss: bool) -> None:
-        """Raise ArgumentError unless a call may use this cache."""
-        refused = {
-            "cu_seqlens": cu_seqlens is not None, "return_loss": return_loss, "warm_up": self.warm_up, "context": self.context is not None,
-        }  # fmt: skip
-        for name, given in refused.items():
-            if given:
-                raise ArgumentError(name, "given with a cache", "none with a cache", "leave it out, or call the layer without a cache")
-        if not isinstance(cache, MSACache):
-            raise ArgumentError("cache", f"a {type(cache).__name__}", "an MSACache of this layer", "pass MSACache.of(layer, B, room)")
-        if torch.is_grad_enabled() and (x.requires_grad or self.q_proj.weight.requires_grad):
-            raise ArgumentError("cache", "given with gradients enabled", "none with gradients", "call the model under torch.no_grad()")
-        if len(cache.lengths) != len(x):
-            raise ArgumentError("x", f"of B = {len(x)}", f"the cache's {len(cache.lengths)} sequences", "pass tokens of each")
-
-    def project(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Return what attention and the indexer take of x [B,S,width], with rotary positions.
+    def project(
+        self, x: Tensor, positions: Tensor | None = None, bounds: Bounds | None = None
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Return what attention and the indexer take of x [B,S,width], with rotary positions; bounds: of a packed batch.
 
         The indexer's parts are of x.detach(): the loss teaches the indexer, not the layers before it.
 
         Returns:
             q [B,S,G,h,D], k and v [B,G,S,D], index_q [B,S,G,Di], index_k [B,S,Di].
         """
-        table = self._angles(x, positions)
+        positions = hidden_positions(x, positions, bounds, self.context)
+        table = angles_of(positions, self.rotary_dim, x.dtype, self.rotary_base) if self.rotary_dim else None
         q = self.q_norm(self.q_proj(x).unflatten(-1, (-1, self.heads, self.head_dim)), table)
         k = self.k_norm(self.k_proj(x).unflatten(-1, (-1, self.head_dim)), table)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         index_q, index_k = self.indexer(x.detach(), table)
         return q, k.transpose(1, 2), v.transpose(1, 2), index_q, index_k
 
-    def _angles(self, x: Tensor, positions: Tensor | None) -> Angles | None:
-        """Return the angles of the rows' rotary positions, None without such positions."""
-        B, S, _ = x.shape
-        if positions is None:
-            positions = torch.arange(S, device=x.device) if self.context is None else self.context.positions(S, x.device)
-        else:
-            try:
-                as_positions(positions, B, S, x.device)
-            except ArgumentError as error:
-                raise renamed(error, q_pos="positions") from None
-        return angles_of(positions, self.rotary_dim, x.dtype, self.rotary_base) if self.rotary_dim else None
+    def cached_sizes(self) -> tuple[Any, ...]:
+        """Return G, Dk, Dv, dtype and device, and options by name: what an `NSACache` of the layer depends on."""
+        weight = self.k_proj.weight
+        return self.groups, self.head_dim, self.head_dim, weight.dtype, weight.device, (("index_dim", self.indexer.dim),)
 
     def extra_repr(self) -> str:
         """Return the options that print(layer) shows."""
@@ -265,74 +238,16 @@ class Indexer(nn.Module):
             k: [B,S_kv,D], or [T,D].
             packed: cu_seqlens and max_seqlen of `choose_blocks`.
         """
-        return choose_blocks(q.detach().unsqueeze(-2), k.detach().unsqueeze(1), **self._rule(), **packed)
+        return choose_blocks(q.detach().unsqueeze(-2), k.detach().unsqueeze(1), **self.rule(), **packed)
 
-    def choose_cached(self, q: Tensor, k: Tensor, lengths: Tensor) -> Selection:
-        """Return the blocks that the last queries [B,S,G,D] of sequences of `lengths` keys choose from cached keys
-        [B,room,D]."""
-        return choose_blocks_with_kvcache(q.unsqueeze(3), k.unsqueeze(2), lengths, **self._rule())
-
-    def _rule(self) -> dict[str, Any]:
+    def rule(self) -> dict[str, Any]:
+        """Return the options of `choose_blocks`."""
         score = {"reduce": self.block_score, "softmax": self.block_score == "sum"}
         return {"block_size": self.block_size, "n": self.n, "local": self.local, **score}
 
     def extra_repr(self) -> str:
         """Return the options that print(layer) shows."""
         return f"block_size={self.block_size}, n={self.n}, local={self.local}, block_score={self.block_score!r}"
-
-
-class MSACache(NamedTuple):
-    """Keys, values and index keys of an `MSAttention` layer for B sequences, each with room for the same number of keys.
-
-    A call appends the new tokens of all sequences and adds their number to the lengths, in place: a CUDA graph of it may
-    be replayed. For prompts of different lengths pad them on the right, then write the true lengths to `lengths`: later
-    tokens overwrite the padding, and nothing sees it.
-
-    Attributes:
-        k, v: [B,room,G,D].
-        index_k: [B,room,Di].
-        lengths: [B] int64, keys of each sequence.
-    """
-
-    k: Tensor
-    v: Tensor
-    index_k: Tensor
-    lengths: Tensor
-
-    @classmethod
-    def of(cls, layer: MSAttention, B: int, room: int, dtype: torch.dtype | None = None) -> MSACache:
-        """Create an empty cache of a layer, on its device.
-
-        Args:
-            layer: the layer; every layer of a model has its own cache.
-            B: sequences.
-            room: the most keys of a sequence.
-            dtype: by default that of the layer's parameters. Pass autocast's dtype if the model runs under
-                torch.autocast.
-        """
-        for name, size in {"B": B, "room": room}.items():
-            check_positive(name, size)
-        like = layer.k_proj.weight.detach()
-        shapes = (layer.groups, layer.head_dim), (layer.groups, layer.head_dim), (layer.indexer.dim,)
-        k, v, index_k = (like.new_zeros(B, room, *shape, dtype=dtype) for shape in shapes)
-        return cls(k, v, index_k, like.new_zeros(B, dtype=torch.int64))
-
-    def next_positions(self, S: int) -> Tensor:
-        """Return the positions [B,S] of S new tokens."""
-        return self.lengths.unsqueeze(1) + torch.arange(S, device=self.lengths.device)
-
-    def append(self, *new: Tensor) -> Tensor:
-        """Write k, v [B,S,G,D] and index_k [B,S,Di] of new tokens, and return the lengths, which count them."""
-        (B, S), room = new[0].shape[:2], self.k.shape[1]
-        if self.lengths.is_cpu and int(self.lengths.max()) + S > room:
-            raise ArgumentError("x", f"of S = {S} tokens", f"the room that is left of {room} keys", "make a cache with more room")
-        at = torch.arange(B, device=self.lengths.device).unsqueeze(1), self.next_positions(S)
-        for name, cached, x in zip(self._fields, self, new, strict=False):
-            if cached.dtype != x.dtype or cached.shape[2:] != x.shape[2:] or cached.device != x.device:
-                value, allowed = (f"{y.dtype} of {tuple(y.shape[2:])} on {y.device}" for y in (cached, x))
-                raise ArgumentError(f"cache.{name}", value, f"as the layer's: {allowed}", "make it by MSACache.of(layer, B, room, dtype)")
-            cached.index_put_(at, x)
-        return self.lengths.add_(S)
 
 
 class UnitOffsetNorm(nn.Module):

@@ -21,6 +21,7 @@ STEP = 64  # keys that a kernel loads at once from a page with at least as many 
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls whose keys are not loaded in whole steps
 OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited"}  # models without them do not cover such calls
 SMALLEST_BLOCK = 16  # keys: models are fitted to no smaller blocks
+LOSS_COLUMNS = 128  # of a head, above which the loss of an indexer has other kernel configs
 
 
 def ceil_sum(count: int, step: int) -> int:
@@ -63,8 +64,8 @@ def tile_blocks(request: Request, sharing: tuple[float, ...], tokens: int) -> fl
 def work(request: Request, backward: bool, sharing: tuple[float, ...]) -> dict[str, float]:
     """Return the amount of work per term of `nsa_sel.settings.schema.COST_TERMS`, in its unit, for selections of whole
     blocks."""
-    if request.kind == "choose":
-        return choice_work(request, backward)
+    if request.kind != "attend":
+        return choice_work(request, backward) if request.kind == "choose" else loss_work(request)
     size, h, Dk, Dv = BYTES[request.dtype], request.h, request.Dk, request.Dv
     key_bytes = (Dk + Dv) * BYTES[request.quantized.partition("/")[0] if request.quantized else request.dtype]
     block = request.block_size or 1
@@ -136,13 +137,28 @@ def choice_work(request: Request, backward: bool) -> dict[str, float]:
     }
 
 
+def loss_work(request: Request) -> dict[str, float]:
+    """Return `work` of an "index_loss" request with gradients: of blocks, or of all visible keys without a block size."""
+    pairs, visible = blocks_of(request)
+    block, h = request.block_size or 1, request.h
+    wide, wide_index = tile_columns(request.Dk, request.Dv, BYTES[request.dtype])
+    # Products per (row, key): logits of the h heads; index logits for their log-sum-exp, and again; diq, dik.
+    return {
+        "launch": 1.0,
+        "pairs": pairs / 1e6 if request.block_size else 0.0,
+        "exact": pairs * block * 2 * h * wide / 1e12,
+        "indexed": pairs * block * 2 * 4 * wide_index / 1e12,
+        "visible": visible * block * h / 1e9,
+    }
+
+
 def beyond_models(request: Request) -> str | None:
     """Return what puts the request outside all cost models, or None.
 
     Such requests are far from the rows that models are fitted to. For keys and values of 256 columns, models of fewer
     columns predicted 0.1x to 2x of the measured time (bench/results/h100/wide.jsonl).
     """
-    if request.kind == "attend" and request.block_size is not None and request.block_size < SMALLEST_BLOCK:
+    if request.kind != "choose" and request.block_size is not None and request.block_size < SMALLEST_BLOCK:
         return f"blocks of less than {SMALLEST_BLOCK} keys"
     wide = BYTES[request.dtype] == 2 and sum(tile_columns(request.Dk, request.Dv, 2)) > WIDEST
     return f"keys and values of more than {WIDEST} columns" if wide else None
@@ -153,10 +169,15 @@ def modelled(backend: Backend, request: Request, backward: bool) -> bool:
 
     Not covered: requests outside all models (`beyond_models`); calls that the backend's tile kernels do not take,
     because other kernels run; and calls that were not measured: paged caches that the backend does not read itself,
-    prefills over small pages, choosing for one query per sequence or without attention. Calls over quantized caches
-    have their own models.
+    prefills over small pages, choosing for one query per sequence or without attention, losses without gradients, over
+    ranges, or of wide heads. Calls over quantized caches have their own models.
     """
     if beyond_models(request):
+        return False
+    if request.kind == "index_loss":
+        counted = request.block_size is not None or (request.n, request.max_length) == (1, request.S_kv)
+        return counted and request.needs_grad and max(request.Dk, request.Dv) <= LOSS_COLUMNS
+    if request.block_size is None:
         return False
     if request.kind == "choose" and (request.S == 1 or request.pool is not None):
         return False
@@ -177,7 +198,7 @@ def predict(case: PolicyInput, backend: Backend) -> float | None:
     """Return the predicted milliseconds, to four digits, or None if no model of the profile covers the request."""
     request, costs, backward = case.request, case.settings.costs, case.direction == "backward"
     model = costs and costs.models.get(f"{backend.name}/{request.phase(backward)}")
-    if not costs or not model or request.dtype not in costs.dtypes or request.block_size is None:
+    if not costs or not model or request.dtype not in costs.dtypes:
         return None
     if not modelled(backend, request, backward):
         return None

@@ -15,6 +15,7 @@ the loss have the largest errors of the loss and of diq of sampled rows against 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +24,7 @@ import torch
 import typer
 from torch import Tensor
 
-from nsa_sel import indexer_loss, selection_attention, sliding_window_attention
+from nsa_sel import indexer_loss, selection_attention, sliding_window_attention, use_backend
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.cases import ALIKE, Case, make_inputs, make_selection, model_case
 from nsa_sel.bench.core.command_line import echo, need_gpu, program
@@ -125,7 +126,7 @@ def table(rows: list[Row]) -> str:
     cells = []
     for row in store.measured(rows):
         line = f"{row['S'] // 1024}k", "alike" if row["distribution"] == ALIKE else row["distribution"]
-        cells.append((line, TITLES[row["part"]], False, markdown.ms(row)))
+        cells.append((line, TITLES[row["part"]], False, markdown.ms(row, 4)))
     return markdown.pivot(["tokens", "selection"], cells, (False,))
 
 
@@ -134,6 +135,8 @@ def main(
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "8192,16384,32768,131072",
     kinds: Annotated[str, typer.Option(help="of selections, comma-separated")] = f"random,{ALIKE}",
     parts: Annotated[str, typer.Option(help="comma-separated; dense ones of the first kind alone")] = ",".join(TITLES),
+    shape: Annotated[str | None, typer.Option(help="G,h,Dk,Dv,n,block of other heads and blocks than MiniMax-M3's")] = None,
+    backend: Annotated[str | None, typer.Option(help="of the loss, by default the policy chooses")] = None,
     rep: Annotated[float, typer.Option(help="milliseconds that the timed calls of a part should fill")] = 200,
 ) -> None:
     """Time the loss and attention's backward passes; append the rows, and print a table."""
@@ -142,9 +145,14 @@ def main(
     def rows_of(S: int) -> Iterator[Row]:
         for number, kind in enumerate(kinds.split(",")):
             case = model_case("minimax-m3", f"{kind}-{S // 1024}k", S, kind)
+            if shape is not None:
+                name = f"loss-{shape.replace(',', '-')}-{kind}-{S // 1024}k"
+                G, h, Dk, Dv, n, block = map(int, shape.split(","))
+                case = Case(name, kind, 1, S, S, G, h, Dk, Dv, n, block)
             yield from measure(case, [part for part in parts.split(",") if part in ("sparse", "selected") or number == 0], rep)
 
-    echo(table(store.kept(out, chain.from_iterable(map(rows_of, map(int, lengths.split(",")))), store.stamp())))
+    with nullcontext() if backend is None else use_backend(backend):
+        echo(table(store.kept(out, chain.from_iterable(map(rows_of, map(int, lengths.split(",")))), store.stamp())))
 
 
 if __name__ == "__main__":

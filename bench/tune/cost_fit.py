@@ -15,7 +15,7 @@ from itertools import product
 import msgspec
 import numpy as np
 
-from nsa_sel.backends.specs import CHOOSERS, SPECS
+from nsa_sel.backends.specs import CHOOSERS, LOSSES, SPECS
 from nsa_sel.bench.core.cases import CHOICE, LAYERS, Cache, Case, layer_selection, make_selection, split_cache
 from nsa_sel.bench.core.store import ROOT, WAYS, Row, digest, read_rows
 from nsa_sel.core.call import Rule
@@ -24,10 +24,13 @@ from nsa_sel.policies.cost import gathers, modelled, work_of
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import CostModel, Costs
 
-BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS)}
+BACKENDS = {backend.name: backend for backend in (*SPECS, *CHOOSERS, *LOSSES)}
 TERMS = {f"{backend.name}/{phase}": terms for backend in BACKENDS.values() for phase, terms in backend.cost_terms.items()}
 OF_CACHES = {"gathered", "rows-read"}  # terms that no plain call has
-CHOICE_PHASES = {"fwd": "choose", "bwd": "choose-backward"}  # of rows of choosing; `WAYS` are those of others
+LOSS_PARTS = ("sparse", "warm-up")  # rows of bench/questions/indexer_loss.py: over selected keys, over all visible keys
+PHASES: Mapping[object, Mapping[str, str]] = {  # by part or distribution; `WAYS` are those of others
+    CHOICE: {"fwd": "choose", "bwd": "choose-backward"}, **{part: {"fwd+bwd": "index-loss"} for part in LOSS_PARTS},
+}  # fmt: skip
 DTYPES = {"bfloat16": ("bfloat16", "float16")}  # dtype of rows -> dtypes that the model holds for: same size, same tensor cores
 SCATTER = 0.1  # spread of a row's percentiles over its median that halves its weight
 HOST_SPREAD = 2.0  # host-bound calls take at most this many times as long as the fastest call
@@ -47,14 +50,14 @@ def cache_of(row: Row) -> Cache | None:
 
 
 def case_of(row: Row) -> Case:
-    """Return the case that a row measured."""
-    return Case(*(row[field] for field in Case._fields))
+    """Return the case that a row measured. The distribution of a loss is its part: how rows share does not change it."""
+    case = Case(*(row[field] for field in Case._fields))
+    return case._replace(distribution=row["part"]) if row.get("part") in LOSS_PARTS else case
 
 
 def phase_of(row: Row) -> str | None:
     """Return `Request.phase` of what the row measured; None for both directions in one."""
-    phases: Mapping[str, str] = CHOICE_PHASES if row.get("distribution") == CHOICE else WAYS
-    phase = phases.get(str(row.get("direction")))
+    phase = PHASES.get(row.get("part", row.get("distribution")), WAYS).get(str(row.get("direction")))
     if phase != "decode":
         return phase
     cache = cache_of(row)
@@ -89,11 +92,11 @@ def committed_rows(wanted: Callable[[Row], bool], folder: str) -> dict[str, list
         wanted: `is_cost_row` for the rows that models are fitted to, `is_time` for all times.
         folder: of JSON-lines files, relative to the repository's root.
     """
-    last: dict[tuple[str, str, str], tuple[str, Row]] = {}
+    last: dict[tuple[Case, str, str], tuple[str, Row]] = {}
     for file in sorted((ROOT / folder).glob("*.jsonl")):
         name = file.relative_to(ROOT).as_posix()
         for row in filter(wanted, read_rows(name)):
-            last[row["case"], row["direction"], row["backend"]] = (name, row)
+            last[case_of(row), row["direction"], row["backend"]] = (name, row)
     found: dict[str, list[Row]] = {}
     for name, row in last.values():
         found.setdefault(name, []).append(row)
@@ -107,7 +110,7 @@ def sharing_of(case: Case) -> tuple[float, ...]:
     """Return the sharing of a case's selection, to two decimals: measured on the committed maps, or the mean over
     random selections.
     """
-    if case.distribution == CHOICE:
+    if case.distribution in (CHOICE, *LOSS_PARTS):
         return (1.0,) * len(SHARING_TOKENS)  # not used
     if case.distribution == "random":
         exact = _random_sharing(case.S, case.S_kv, case.n, case.block)
@@ -153,6 +156,10 @@ def request_of(case: Case, sharing: tuple[float, ...] | None, needs_grad: bool, 
     if case.distribution == CHOICE:
         compress = Rule().compress_block, Rule().compress_stride
         exact = msgspec.structs.replace(exact, kind="choose", compress=compress, max_length=case.S_kv, sharing=None)
+    if case.distribution in LOSS_PARTS:
+        exact = msgspec.structs.replace(exact, kind="index_loss", needs_grad=True, sharing=None)
+    if case.distribution == "warm-up":
+        exact = msgspec.structs.replace(exact, n=1, block_size=None, max_length=case.S_kv)
     return exact.request_class()
 
 

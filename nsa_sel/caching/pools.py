@@ -27,7 +27,8 @@ class Pools(NamedTuple):
         k, v: [pages + 1,page_size,G,D], selected branch, with rotary positions. May be e4m3, like k_win and v_win.
         k_cmp, v_cmp: [pages + 1,page_size / compress_stride,G,D], compressed keys, stored at the piece of
             compress_stride keys in which they end. A page then depends only on its own and earlier tokens, so sequences
-            with the same prefix can share it.
+            with the same prefix can share it. For `MSAttention` layers k_cmp has their index keys, one head of Di, and the
+            tensors after it have no columns.
         k_win, v_win: [window_pages + 1,page_size,G,D], window, with rotary positions.
         k_raw, v_raw: [window_pages + 1,page_size,G,D], compressed branch, before compression.
     """
@@ -43,13 +44,17 @@ class Pools(NamedTuple):
 
     @classmethod
     def make(
-        cls, layers: int, sizes: StepSizes, G: int, dims: tuple[int, int], dtype: torch.dtype, attended: torch.dtype, device: torch.device
+        cls, layers: int, sizes: StepSizes, G: int, dims: tuple[int, int], index_dim: int | None, dtype: torch.dtype,
+        attended: torch.dtype, device: torch.device,
     ) -> Pools:  # fmt: skip
-        """Allocate zeros. dims: Dk and Dv. dtype: of k_cmp, v_cmp, k_raw, v_raw. attended: dtype of k, v, k_win, v_win."""
+        """Allocate zeros. dims: Dk and Dv. index_dim: Di of index keys. dtype: of k_cmp, v_cmp, k_raw, v_raw. attended: dtype
+        of k, v, k_win, v_win."""
         full, recent = (sizes.pages, sizes.page_size), (sizes.recent_pages, sizes.page_size)
         shapes = (full, attended), ((sizes.pages, sizes.pieces_per_page), dtype), (recent, attended), (recent, dtype)
+        heads = [(G, D) for D in dims] * 4 if index_dim is None else [*((G, D) for D in dims), (1, index_dim), *[(1, 0)] * 5]
+        each = zip((shape for shape in shapes for _ in dims), heads, strict=True)
         with torch.inference_mode(False):  # an inference tensor could not be written to outside of inference mode
-            return cls(*(torch.zeros(layers, n + 1, size, G, D, dtype=x, device=device) for (n, size), x in shapes for D in dims))
+            return cls(*(torch.zeros(layers, n + 1, size, *head, dtype=x, device=device) for ((n, size), x), head in each))
 
     def layer(self, i: int) -> Pools:
         """Return views of layer i."""

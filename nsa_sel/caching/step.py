@@ -1,16 +1,16 @@
 """A step of a cache: new tokens of some sequences, passed to every layer of a model.
 
-Each layer appends the keys and values of the new tokens to its pages, compresses the pieces that they complete (with few
-kernels on a GPU, in plain PyTorch elsewhere) and attends. A few new tokens attend by the kernels that read pages, one row
-at a time. Many new tokens of sequences of one length attend by the prefill kernels, which share loads between rows, after
-the keys were gathered from their pages into contiguous tensors.
+Each `NSAttention` layer appends the keys and values of the new tokens to its pages, compresses the pieces that they
+complete (with few kernels on a GPU, in plain PyTorch elsewhere) and attends. A few new tokens attend by the kernels
+that read pages, one row at a time. Many new tokens of sequences of one length attend by the prefill kernels, which
+share loads between rows, after the keys were gathered from their pages into contiguous tensors.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from nsa_sel.attention import selection_attention
 from nsa_sel.caching.pools import CacheScales, Pools, dequantized
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
-from nsa_sel.choosing import compressed_attention
+from nsa_sel.choosing import choose_blocks, compressed_attention
 from nsa_sel.compression import BlockMLP
 from nsa_sel.core import transforms
 from nsa_sel.core.call import PagedKeys, Rule
@@ -28,9 +28,9 @@ from nsa_sel.core.transforms import hooked
 from nsa_sel.errors import ArgumentError
 from nsa_sel.gating import gated_sum, sum_of_tokens
 from nsa_sel.projection import Parts
-from nsa_sel.quantize import as_bytes, stored
+from nsa_sel.quantize import STORED, as_bytes, stored
 from nsa_sel.selection import Selection
-from nsa_sel.serving import selection_attention_with_kvcache
+from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with_kvcache
 from nsa_sel.window import sliding_window_attention
 
 CACHE_KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
@@ -97,34 +97,6 @@ class LayerStep(NamedTuple):
     prefill_lengths: PrefillLengths | None  # None: decode kernels; else attend as a prefill of sequences of one length
     scales: CacheScales | None  # of e4m3 pages
 
-    def check(self, x: Tensor, rule: Rule, window: int, packed: bool, context: bool) -> None:
-        """Raise ArgumentError unless the step fits hidden states x [B,S,width] and a layer with these sizes."""
-        transforms.check_traced("NSAttention with a cache", x, compiles=False)
-        for name, given in (("cu_seqlens", packed), ("context parallelism", context)):
-            if given:
-                raise ArgumentError(
-                    "cache",
-                    f"given with {name}",
-                    f"no {name} with a cache",
-                    "pass the rows [B,S] of the step; sequences of other lengths have rows without a token",
-                )
-        rows = self.tensors.position.shape
-        if x.shape[:2] != rows:
-            raise ArgumentError(
-                "x",
-                f"of shape {tuple(x.shape)}",
-                f"[B={rows[0]}, S={rows[1]}, width], the rows of the cache's step",
-                "pass one row per token of the step, the last rows of each sequence",
-            )
-        sizes = self.sizes
-        for name, mine, theirs in (
-            ("compress_block", rule.compress_block, sizes.compress_block),
-            ("compress_stride", rule.compress_stride, sizes.compress_stride),
-            ("window", window, sizes.window),
-        ):
-            if mine != theirs:
-                raise ArgumentError("cache", f"of {name} = {theirs}", f"the layer's {name} = {mine}", "make it by NSACache.of(layers, ...)")
-
     def attend(self, new: Parts, by: tuple[Compress, Compress], rule: Rule, backend: str | None) -> Tensor:
         """Append the keys and values of the new tokens, extend the compressed keys, and attend.
 
@@ -139,7 +111,7 @@ class LayerStep(NamedTuple):
         Raises:
             ArgumentError: sizes, dtypes or devices differ from the cache's, or gradients are needed.
         """
-        self._check(new)
+        self._check(new, (("keys", new.k_cmp, self.pools.k_raw), ("values", new.v_cmp, self.pools.v_raw)))
         if self.prefill_lengths is not None:
             self.extend(new, by)
             return gated_sum(*self.prefill(new.q, new.q_cmp, rule, backend, self.prefill_lengths), new.gates)
@@ -154,6 +126,38 @@ class LayerStep(NamedTuple):
         compressed, blocks = self.choose(new.q_cmp, rule)
         side.join()
         return sum_of_tokens((compressed, self.attend_selected(new.q, blocks, backend), window), new.gates, self.tensors.is_token)
+
+    def attend_indexed(
+        self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor, rule: dict[str, Any], backend: str | None
+    ) -> Tensor:
+        """Append the keys of the new tokens of an `MSAttention` layer, choose blocks by their index keys, and attend.
+
+        Args:
+            q, index_q: [B,S,G,h,D] and [B,S,G,1,Di].
+            k, v, index_k: [B,S,G,D] and [B,S,1,Di], of the new tokens.
+            rule: options of `choose_blocks`.
+            backend: the layer's.
+
+        Returns:
+            o [B,S,G,h,D], 0 for rows without a token.
+
+        Raises:
+            ArgumentError: as `attend`.
+        """
+        pools, tensors = self.pools[:3], self.tensors
+        self._check((q, k, v), zip(("keys", "values", "index keys"), (k, v, index_k), pools, strict=True))
+        if self.scales is not None:
+            k, v = (stored(x, scale[:, None]) for x, scale in zip((k, v), self.scales[:2], strict=True))
+        for pool, x in zip(pools, (k, v, index_k), strict=True):
+            put(pool, tensors.slot, x)
+        if self.prefill_lengths is None:
+            blocks = choose_blocks_with_kvcache(index_q, pools[2], tensors.lengths, tensors.table, **rule)
+            o = self.attend_selected(q, blocks, backend)
+            return o.masked_fill_(~tensors.is_token[..., None, None, None], 0)
+        pages, S_kv = PagedKeys(tensors.table, 0), self.prefill_lengths.keys
+        (index_keys,) = gathered(pools[2:], None, pages, S_kv, q.dtype)
+        k, v = gathered(pools[:2], self.scales and self.scales[:2], pages, S_kv, q.dtype)
+        return selection_attention(q, k, v, choose_blocks(index_q, index_keys, **rule), backend=backend)
 
     def extend(self, new: Parts, by: tuple[Compress, Compress]) -> None:
         """Append keys and values, and write the compressed keys whose last key is new."""
@@ -172,16 +176,13 @@ class LayerStep(NamedTuple):
         to q's dtype, so results do not depend on how a prompt is chunked.
         """
 
-        def gathered(pools: tuple[Tensor, ...], scales: tuple[Tensor, ...] | None, pages: PagedKeys, count: int) -> list[Tensor]:
-            keys = [pages.gathered(as_bytes(x).transpose(1, 2))[:, :, :count].view(x.dtype) for x in pools]
-            return keys if scales is None else [dequantized(x, scale, q.dtype) for x, scale in zip(keys, scales, strict=True)]
-
         tensors, scales, S_kv = self.tensors, self.scales, lengths.keys
-        k, v = gathered(self.pools[2:4], None, PagedKeys(tensors.table, self.sizes.covered_pieces - 1), rule.compressed_keys(S_kv))
+        pieces = PagedKeys(tensors.table, self.sizes.covered_pieces - 1)
+        k, v = gathered(self.pools[2:4], None, pieces, rule.compressed_keys(S_kv), q.dtype)
         o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule.options(), S_kv=S_kv)
-        k, v = gathered(self.pools[:2], scales and scales[:2], PagedKeys(tensors.table, 0), S_kv)
+        k, v = gathered(self.pools[:2], scales and scales[:2], PagedKeys(tensors.table, 0), S_kv, q.dtype)
         o_slc = selection_attention(q, k, v, blocks, backend=backend)
-        k, v = gathered(self.pools[4:6], scales and scales[2:], PagedKeys(tensors.recent_table, 0), lengths.recent_keys)
+        k, v = gathered(self.pools[4:6], scales and scales[2:], PagedKeys(tensors.recent_table, 0), lengths.recent_keys, q.dtype)
         return o_cmp, o_slc, sliding_window_attention(q, k, v, self.sizes.window)
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
@@ -208,8 +209,9 @@ class LayerStep(NamedTuple):
             v_scale=v_scale,
         )  # fmt: skip
 
-    def _check(self, new: Parts) -> None:
-        """Raise ArgumentError unless the projections fit the cache."""
+    def _check(self, new: Iterable[Tensor], pairs: Iterable[tuple[str, Tensor, Tensor]]) -> None:
+        """Raise ArgumentError if one of the projections needs gradients, or one of the pairs of name, new keys and their pool
+        does not fit together."""
         if any(x.requires_grad for x in new):
             raise ArgumentError(
                 "x",
@@ -217,8 +219,8 @@ class LayerStep(NamedTuple):
                 "none with a cache",
                 "call the model under torch.no_grad() or torch.inference_mode()",
             )
-        for name, mine, cached in (("keys", new.k_cmp, self.pools.k_raw), ("values", new.v_cmp, self.pools.v_raw)):
-            if mine.dtype != cached.dtype:
+        for name, mine, cached in pairs:
+            if cached.dtype not in (mine.dtype, STORED):
                 raise ArgumentError(
                     "cache",
                     f"of {cached.dtype}",
@@ -229,6 +231,36 @@ class LayerStep(NamedTuple):
             if layer_sizes != cache_sizes:
                 value, allowed = (f"of {G} groups of {name} of {D} numbers on {device}" for device, G, D in (cache_sizes, layer_sizes))
                 raise ArgumentError("cache", value, f"as the layer: {allowed}", "make it by NSACache.of(layers, ...)")
+
+
+def check_step(step: object, x: Tensor, compression: tuple[int, int], window: int, **given: bool) -> None:
+    """Raise ArgumentError unless `step` is a `LayerStep` that fits hidden states x [B,S,width] and a layer with these sizes.
+
+    compression: compress_block and compress_stride; given: other arguments by name, none of which may be given.
+    """
+    if not isinstance(step, LayerStep):
+        remedy = "pass step[i] of step = cache.step(...), i being the layer's number in the model"
+        raise ArgumentError("cache", f"a {type(step).__name__}", "a step of an NSACache, for this layer", remedy)
+    transforms.check_traced("a layer with a cache", x, compiles=False)
+    for name in (name for name, is_given in given.items() if is_given):
+        remedy = f"go without {name}: x has the rows [B,S] of the step, where shorter sequences have rows without a token"
+        raise ArgumentError("cache", f"given with {name}", f"no {name} with a cache", remedy)
+    rows = step.tensors.position.shape
+    if x.shape[:2] != rows:
+        raise ArgumentError(
+            "x",
+            f"of shape {tuple(x.shape)}",
+            f"[B={rows[0]}, S={rows[1]}, width], the rows of the cache's step",
+            "pass one row per token of the step, the last rows of each sequence",
+        )
+    sizes = step.sizes
+    for name, mine, theirs in (
+        ("compress_block", compression[0], sizes.compress_block),
+        ("compress_stride", compression[1], sizes.compress_stride),
+        ("window", window, sizes.window),
+    ):
+        if mine != theirs:
+            raise ArgumentError("cache", f"of {name} = {theirs}", f"the layer's {name} = {mine}", "make it by NSACache.of(layers, ...)")
 
 
 class SideStream:
@@ -263,6 +295,14 @@ class SideStream:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gathered(
+    pools: tuple[Tensor, ...], scales: tuple[Tensor, ...] | None, pages: PagedKeys, count: int, dtype: torch.dtype
+) -> list[Tensor]:
+    """Return the first `count` keys [B,G,count,D] of each pool in pages; with scales those of e4m3 pools in `dtype`."""
+    keys = [pages.gathered(as_bytes(x).transpose(1, 2))[:, :, :count].view(x.dtype) for x in pools]
+    return keys if scales is None else [dequantized(x, scale, dtype) for x, scale in zip(keys, scales, strict=True)]
 
 
 def append(pools: Pools, tensors: StepTensors, keys: tuple[Tensor, ...], scales: CacheScales | None = None) -> None:

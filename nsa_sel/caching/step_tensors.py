@@ -16,6 +16,7 @@ from torch import Tensor
 from nsa_sel.caching.sequences import CachedSequence
 
 Index = npt.NDArray[np.int64]
+ALL_KEYS = (1 << 31) - 1  # window of `MSAttention`, which has none: no page of recent keys is released
 
 
 class StepSizes(NamedTuple):

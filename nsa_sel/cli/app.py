@@ -93,6 +93,9 @@ def explain(
     page_size: Annotated[int | None, typer.Option(min=1, help="Keys per page of a paged KV cache.")] = None,
     quantized: Annotated[CacheFormat | None, typer.Option(help="Format of a quantized KV cache, and what each scale covers.")] = None,
     choose: Annotated[Choice | None, typer.Option(help="Explain how this model's choice of n blocks would run instead.")] = None,
+    loss: Annotated[
+        bool, typer.Option("--loss", help="Explain an indexer's loss over these keys instead; Dv is its head dimension.")
+    ] = False,
     device: Annotated[
         str, typer.Option(help=f"auto, cpu or cuda of this machine, {', '.join(GPUS)}, or a compute capability such as sm89.")
     ] = "auto",
@@ -114,7 +117,10 @@ def explain(
             B=B, S=S, S_kv=S_kv, G=G, h=h, Dk=Dk, Dv=Dv, n=n, block_size=block_size or None, max_length=max_length,
             dtype=dtype.value, needs_grad=needs_grad, page_size=page_size, quantized=quantized.value if quantized else None,
         )  # fmt: skip
+        if loss and choose is not None:
+            raise ArgumentError("--loss", f"given with --choose {choose.value}", "one of them", "leave one out")
         request = request if choose is None else _choosing_request(request, choose)
+        request = msgspec.structs.replace(request, kind="index_loss", page_size=None, quantized=None) if loss else request
         decision = explain_request(request, _device_facts(device), backend, all_installed=device not in list(Where))
         echo(decision.to_json() if as_json else describe(decision, terminal_columns()))
         message = refusal(decision)

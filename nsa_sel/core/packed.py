@@ -14,10 +14,12 @@ from nsa_sel.core import attend, registry, shared_keys
 from nsa_sel.core.arguments import (
     Bounds,
     CuSeqlens,
+    as_positions,
     begin_with_blocks,
     check_tensors,
     positions_in_sequences,
     rounded_up,
+    row_positions,
     starts_with_blocks,
 )
 from nsa_sel.core.call import Pool, Rule, device_info, request_of
@@ -25,7 +27,7 @@ from nsa_sel.core.check import Index, as_selection, check_call, check_index, che
 from nsa_sel.core.decide import decide, select
 from nsa_sel.core.request import FEW_TOKENS, DeviceInfo, Request
 from nsa_sel.core.shared_keys import ratio
-from nsa_sel.core.transforms import in_autocast_dtype, needs_grad, traces, transformed
+from nsa_sel.core.transforms import check_transforms, in_autocast_dtype, needs_grad, traces, transformed
 from nsa_sel.errors import ArgumentError, renamed, shown
 from nsa_sel.selection import Selection
 
@@ -277,6 +279,50 @@ def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
             "a whole number >= 0 and < 2^31, as an int",
             "pass the rows of the longest sequence, or more, as the host knows them",
         )
+
+
+def checked_hidden(
+    name: str, x: Tensor, width: int, cu_seqlens: CuSeqlens | None, max_seqlen: int | None, sliced: bool
+) -> tuple[Tensor, Bounds | None]:
+    """Return a layer's hidden states x [B,S,width], and a packed batch's bounds, in whose padding x is 0: NaN there would
+    reach the gradients of the weights.
+
+    name: of the layer's class; sliced: whether ranks hold slices of the sequences.
+    """
+    check_tensors(x=x)
+    check_transforms(x, name=name)
+    check_longest(max_seqlen, cu_seqlens)
+    if x.dim() != 3 or x.shape[2] != width:
+        remedy = f"a batch of one is x.unsqueeze(0); for another width make {name}(width, ...)"
+        raise ArgumentError("x", f"of shape {tuple(x.shape)}", f"[B,S,width = {width}]", remedy)
+    if not (x.is_cpu or x.is_cuda) or not x.is_floating_point():
+        raise ArgumentError("x", f"{x.dtype} on {x.device}", "a floating dtype on cpu or cuda", "move or cast it as the parameters")
+    if cu_seqlens is None:
+        return x, None
+    if len(x) != 1:
+        remedy = "pass the tokens of all sequences in a row: x.flatten(0, 1).unsqueeze(0)"
+        raise ArgumentError("x", f"of B = {len(x)} with cu_seqlens", "[1,T,width]", remedy)
+    if sliced:
+        raise ArgumentError("cu_seqlens", "given with context parallelism", "None there", "pass whole sequences, or one GPU's batch")
+    bounds = Bounds.of("cu_seqlens", cu_seqlens, x.shape[1], x, max_seqlen)
+    return bounds.zero_padding(x[0]).unsqueeze(0), bounds
+
+
+def hidden_positions(x: Tensor, positions: Tensor | None, bounds: Bounds | None, context: Any) -> Tensor:
+    """Return the positions of the rows of a layer's x [B,S,width]: those given, checked, or those in the sequences.
+
+    context: of ranks that hold slices (nsa_sel/distributed/layer.py), or None.
+    """
+    (B, S), device = x.shape[:2], x.device
+    if positions is not None:
+        try:
+            as_positions(positions, B, S, device)
+        except ArgumentError as error:
+            raise renamed(error, q_pos="positions") from None
+        return positions
+    if bounds is not None:
+        return row_positions(bounds.on(x), S)[0].clamp(min=0)
+    return torch.arange(S, device=device) if context is None else context.positions(S, device)  # type: ignore[no-any-return]
 
 
 def as_batch(q: Tensor, *keys: Tensor) -> tuple[Tensor, ...]:

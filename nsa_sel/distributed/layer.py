@@ -102,8 +102,8 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
     Default positions are those in the whole sequence. Parameters are replicas, or sharded by FSDP: a rank's gradients
     are those of its own rows' loss, to be added over ranks.
 
-    An `MSAttention` sends every rank the keys, values and index keys of all slices before its own; it takes no both_ends
-    and no exchange but "auto". Its loss is the mean over the rank's own rows.
+    An `MSAttention` sends every rank the keys, values and index keys of all slices before its own; it takes no exchange
+    but "auto". Its loss is the mean over the rank's own rows.
 
     Args:
         model: changed in place; its parameters and their names stay.
@@ -122,9 +122,8 @@ def context_parallel(model: nn.Module, group: Any = None, exchange: cost.Choice 
     check_exchange(exchange)
     check_flag("both_ends", both_ends)
     msa = [module for module in model.modules() if isinstance(module, MSAttention)]
-    if msa and (both_ends or exchange != "auto"):
-        name, value = ("both_ends", both_ends) if both_ends else ("exchange", exchange)
-        raise ArgumentError(name, value, "the default with MSAttention layers", "leave it out")
+    if msa and exchange != "auto":
+        raise ArgumentError("exchange", exchange, "auto with MSAttention layers, which receive all earlier keys", "leave it out")
     layers = [module for module in model.modules() if isinstance(module, NSAttention)] if msa else layers_of(model)
     if any(layer.recompute for layer in layers):
         raise ArgumentError(
@@ -149,12 +148,19 @@ class ContextOfLayer:
         """Return the positions of this rank's rows in the sequence, int64 [S]."""
         return rank_rows(dist.get_world_size(self.group) * S, self.group, both_ends=self.both_ends, device=device)
 
-    def keys(self, k: Tensor, v: Tensor, index_k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return k and v [B,G,S_kv,D] and index keys [B,S_kv,Di] of all slices up to this rank's, from those of its own."""
-        route = _route_of_all_before(Cut(k.shape[2], self.group.size()), self.group.rank())
+    def slices(self, q: Tensor, k: Tensor, v: Tensor, index_q: Tensor, index_k: Tensor) -> list[tuple[Tensor, ...]]:
+        """Return what `MSAttention.project` returns for each slice of this rank: its rows, and the keys of all slices up to
+        it."""
+        S, parts = k.shape[2], 1 + self.both_ends
+        if S % parts:
+            raise ArgumentError("x", f"of S = {S} rows", "an even number with both_ends", "pad the sequence")
+        cut, rank = Cut(S // parts, self.group.size(), self.both_ends), self.group.rank()
+        route = _route_of_all_before(cut, rank)
         ((k, v),) = with_neighbors([k], [v], route, self.group)
         ((every, _),) = with_neighbors([index_k.unsqueeze(1)], [index_k[:, None, :, :0]], route, self.group)
-        return k, v, every.squeeze(1)
+        index_k = every.squeeze(1)
+        rows = zip(torch.split(q, cut.size, 1), torch.split(index_q, cut.size, 1), cut.held(rank), strict=True)
+        return [(x, k[:, :, : own.stop], v[:, :, : own.stop], index_x, index_k[:, : own.stop]) for x, index_x, own in rows]
 
     def attend(self, layer: NSAttention, q: Tensor, k_cmp: Tensor, v_cmp: Tensor, *others: Tensor, q_cmp: Tensor) -> Tensor:
         """Run the layer's `nsa_attention`; k_cmp [B,S,G,Dk] and v_cmp [B,S,G,Dv] are still to be compressed."""
@@ -317,8 +323,8 @@ def _route_before_compression(cut: Cut, rank: int, rule: Rule) -> Route:
 
 @functools.lru_cache(maxsize=256)
 def _route_of_all_before(cut: Cut, rank: int) -> Route:
-    """Return the route of the keys of all slices up to each rank's own."""
-    return Route.of([Reach.of(cut.ranks, cut.held, lambda each: cut.near(each, before=cut.size * cut.ranks))], rank)
+    """Return the route of the keys of all slices up to each rank's last one."""
+    return Route.of([Reach.of(cut.ranks, cut.held, lambda each: (range(cut.held(each)[-1].stop),))], rank)
 
 
 @functools.lru_cache(maxsize=256)

@@ -37,6 +37,8 @@ COST_TERMS = {  # the work that a cost model may charge for; policies/cost.py co
     "exact-wide": "the same where a key and its value have more than 256 16-bit numbers",
     "visited": "TFLOP of blocks of 256 keys and more over the rows that select them, where blocks are visited whole",
     "scores": "billions of (row, head, key) triples; for choosing, of compressed keys visible to the row",
+    "indexed": "TFLOP of an indexer over a row's keys",
+    "visible": "billions of (row, head, key) triples of all visible keys, which loss-torch computes and masks",
     "compressed": "TFLOP of choosing: rows and heads over their visible compressed keys",
     "compressed-wide": "the same where a key and its value have more than 256 16-bit numbers",
 }

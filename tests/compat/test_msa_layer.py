@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from nsa_sel import MSACache, MSAttention
+from nsa_sel import MSAttention, NSACache, NSAttention
 from nsa_sel.errors import ArgumentError
+from nsa_sel.quantize import STORED
 from tests.compat.patched import on
 from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
-from tests.helpers.gpus import captured, replayed
+from tests.helpers.layer import poison
 
 S = 70
 
@@ -115,27 +117,22 @@ def test_a_weight_adds_the_loss_to_the_backward_pass() -> None:
     assert not any(name.startswith("indexer") for name in gradients(made))
 
 
-def test_checkpointing_recomputes_the_same_gradients() -> None:
-    made, x = layer(loss_weight=1.0), hidden()
-    made(x).sum().backward()
-    wanted = gradients(made)
-    made.zero_grad()
-    checkpoint(made, x, use_reentrant=False).sum().backward()
-    for name, gradient in gradients(made).items():
-        assert torch.equal(gradient, wanted[name]), name
+WAYS: dict[str, tuple[Any, float]] = {  # and the error
+    "checkpoint": (lambda made: partial(checkpoint, made, use_reentrant=False), 0.0),
+    "compiled": (lambda made: torch.compile(made, fullgraph=True, backend="aot_eager"), 1e-5),
+}
 
 
-def test_it_compiles_as_one_graph() -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpoints_and_whole_graphs_have_the_same_gradients(way: str) -> None:
     made, x = layer(loss_weight=1.0), hidden()
-    wanted = made(x)
-    wanted.sum().backward()
-    eager = gradients(made)
-    made.zero_grad()
-    o = torch.compile(made, fullgraph=True, backend="aot_eager")(x)
-    o.sum().backward()
-    torch.testing.assert_close(o, wanted)
-    for name, gradient in gradients(made).items():
-        torch.testing.assert_close(gradient, eager[name], msg=name)
+    results = []
+    for call in (made, WAYS[way][0](made)):
+        made.zero_grad()
+        o = call(x)
+        o.sum().backward()
+        results.append((o, *gradients(made).values()))
+    near(results[1], results[0], WAYS[way][1])
 
 
 PACKED = [("cpu", False, "max"), ("cpu", False, "sum"), ("cpu", True, "max")]
@@ -164,38 +161,33 @@ def test_a_packed_batch_is_its_sequences_alone(device: str, warm_up: bool, block
         near(gradients(made).values(), of_parts.values(), error)
 
 
-@pytest.mark.parametrize(("device", "block_score"), [("cpu", "max"), ("cpu", "sum"), pytest.param("cuda", "max", marks=pytest.mark.gpu)])
+CACHED = [("cpu", "max", None), ("cpu", "sum", None), ("cpu", "max", STORED)]
+CACHED_ON_GPUS = [pytest.param("cuda", "max", kv_dtype, marks=pytest.mark.gpu) for kv_dtype in (None, STORED)]
+
+
+@pytest.mark.parametrize(("device", "block_score", "kv_dtype"), CACHED + CACHED_ON_GPUS)
 @torch.no_grad()
-def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prompt, chunks and single tokens; then sequences of two lengths, padded on the right."""
+def test_cached_tokens_are_those_of_the_whole_text(device: str, block_score: str, kv_dtype: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole prompt; chunks and single tokens; then sequences of two lengths, one of them forked, whose other rows are NaN."""
     error = 1e-5 if on(device, monkeypatch) == "cpu" else 1e-3
     made, x = layer(device, block_score=block_score), hidden().to(device)
-    whole, cache = made(x), MSACache.of(made, 2, S)
-    parts = [made(part, cache=cache) for part in x.split([40, 9, 1, 1, 19], 1)]
-    near(parts, whole.split([40, 9, 1, 1, 19], 1), error)
-    assert cache.lengths.tolist() == [S, S]
-    cache.lengths.zero_()
-    made(x[:, :30].index_fill(1, torch.tensor([29], device=device), 7.0), cache=cache)
-    cache.lengths.copy_(torch.tensor([29, 12]))
-    o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache)
+    cache = NSACache.of([made], 40, 16, kv_dtype=kv_dtype)
+    whole, (a, b) = made(x, cache=cache.step([cache.open(), cache.open()], S)[0]), (cache.open(), cache.open())
+    near([whole], [made(x)], error if kv_dtype is None else 0.2)
+    sizes = [40, 9, 1, 1, 19]
+    near([made(part, cache=cache.step([a, b], part.shape[1])[0]) for part in x.split(sizes, 1)], whole.split(sizes, 1), error)
+    for sequence in (a, b):
+        cache.truncate(sequence, 10)
+    near([made(x[:, 10:15], cache=cache.step([a, b], 5)[0])], [whole[:, 10:15]], error)
+    c, d, rows = cache.open(), cache.open(), torch.full_like(x[:, :29], torch.nan)
+    rows[0], rows[1, 17:] = x[0, :29], x[1, :12]
+    o = made(rows, cache=cache.step([c, d], [29, 12])[0])
+    assert not o[1, :17].any()
+    e = cache.fork(c)
+    made(torch.zeros_like(x[:1, :2]), cache=cache.step([e], 2)[0])
+    poison(cache)
+    o = made(torch.stack((x[0, 29:32], x[1, 12:15])), cache=cache.step([c, d], 3)[0])
     near([o], [torch.stack((whole[0, 29:32], whole[1, 12:15]))], error)
-    if device == "cpu":
-        with pytest.raises(ArgumentError, match=r"^x is of S = 60 tokens; allowed: the room that is left of 70 keys"):
-            made(x[:, :60], cache=cache)
-
-
-@pytest.mark.gpu
-def test_a_captured_token_is_that_of_the_whole_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A CUDA graph of one new token, replayed: lengths grow in place."""
-    made, x = layer(on("cuda", monkeypatch)), hidden().cuda()
-    with torch.no_grad():
-        whole, cache, token = made(x), MSACache.of(made, 2, S), x[:, :1].clone()
-        made(x[:, :40], cache=cache)
-        graph, o = captured(lambda: (made(token, cache=cache),))
-        cache.lengths.fill_(40)
-        for at in range(40, 44):
-            token.copy_(x[:, at : at + 1])
-            near(replayed(graph, o), [whole[:, at : at + 1]], 1e-3)
 
 
 def test_autocast_is_within_its_error() -> None:
@@ -210,6 +202,12 @@ def test_autocast_is_within_its_error() -> None:
     assert {name.split(".")[0] for name in gradients(made)} == {"indexer"}
 
 
+def step_of(made: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a cache's step of S tokens of two sequences, for the layer."""
+    cache = NSACache.of([made], 12, 16, dtype=dtype)
+    return cache.step([cache.open(), cache.open()], S)[0]
+
+
 def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^rotary_dim is 5; allowed: an even number from 0 to 8"):
         MSAttention(32, 2, 2, 8, rotary_dim=5)
@@ -220,13 +218,22 @@ def test_arguments_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ArgumentError, match=r"^positions is"):
         layer()(hidden(), torch.arange(3))
     for match, options in {
-        r"^cu_seqlens is given with B = 2": {"cu_seqlens": [0, S]},
+        r"^x is of B = 2 with cu_seqlens": {"cu_seqlens": [0, S]},
         r"^max_seqlen is 9; allowed: None without": {"max_seqlen": 9},
-        r"^return_loss is given with a cache": {"cache": MSACache.of(layer(), 2, S), "return_loss": True},
+        r"^cache is given with return_loss": {"cache": step_of(layer()), "return_loss": True},
         r"^cache is a dict": {"cache": {}},
-        r"^cache is given with gradients": {"cache": MSACache.of(layer(), 2, S)},
+        r"^x is a tensor that requires gradients, or of a layer that does": {"cache": step_of(layer())},
+        r"^cache is of compress_block = 32; allowed: the layer's compress_block = 1": {"cache": step_of(NSAttention(32, 2, 2, 8))},
     }.items():
         with pytest.raises(ArgumentError, match=match):
             layer()(hidden(), **options)
-    with torch.no_grad(), pytest.raises(ArgumentError, match=r"^cache.k is torch.float64 of \(2, 8\)"):
-        layer()(hidden(), cache=MSACache.of(layer(), 2, S, torch.float64))
+    for match, cache in {
+        r"^cache is of torch.float64; allowed: torch.float32, the dtype of the layer's keys": step_of(layer(), torch.float64),
+        r"^cache is of 1 groups of index keys of 16 numbers": step_of(layer(index_dim=16)),
+    }.items():
+        with torch.no_grad(), pytest.raises(ArgumentError, match=match):
+            layer()(hidden(), cache=cache)
+    with pytest.raises(ArgumentError, match=r"^model_layers is 2 layers of 2 kinds"):
+        NSACache.of([layer(), NSAttention(32, 2, 2, 8)], 4, 16)
+    with pytest.raises(ArgumentError, match=r"^index_dim is 8; allowed: None with compression or a window"):
+        NSACache(1, 4, 16, 2, 8, index_dim=8, window=64)

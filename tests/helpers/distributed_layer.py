@@ -233,43 +233,36 @@ def wrong_slices_are_refused() -> None:
 # FSDP2 and tensor parallelism
 
 
+def msa_layer(warm_up: bool = False) -> MSAttention:
+    torch.manual_seed(0)
+    made = MSAttention(WIDTH, 2, 2, 4, block_size=8, n=2, loss_weight=0.5, backend="sdpa-packed", dtype=torch.float64).to(DEVICE)
+    made.warm_up = warm_up
+    return made
+
+
 def sharded_layers_are_the_whole_layer() -> None:
-    """FSDP2 over ranks that hold sequences, or slices of them: gradients of the mean of their losses."""
-    for by_slices in (False, True):
-        whole, x = layer_of(), hidden(16 * ranks(), batch=2 * ranks())
+    """FSDP2 over ranks that hold sequences, or slices of them: gradients of the mean of their losses, and the indexer's loss."""
+    makes: tuple[Callable[[], nn.Module], ...] = (layer_of, msa_layer, functools.partial(msa_layer, warm_up=True))
+    for make, (by_slices, both) in itertools.product(makes, ((False, False), (True, False), (True, True))):
+        whole, part, x, cut = make(), make(), hidden(16 * ranks(), batch=2 * ranks()), both_ends if both else mine
+        part = context_parallel(part, both_ends=both) if by_slices else part
+        part = fully_shard(part, mesh=init_device_mesh(DEVICE, (ranks(),)))
         o = whole(x)
         weighted(o).sum().div(ranks()).backward()
-        part = layer_of()
-        part = fully_shard(context_parallel(part) if by_slices else part, mesh=init_device_mesh(DEVICE, (ranks(),)))
-        own = mine(x, int(by_slices))
+        own = cut(x, int(by_slices))
         got = part(own)
-        mine(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
-        assert_same((got, own.grad), (mine(o, int(by_slices)), ranks() * mine(x.grad, int(by_slices))))
+        cut(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
+        assert_same((got, own.grad), (cut(o, int(by_slices)), ranks() * cut(x.grad, int(by_slices))))
         assert_same(gradients(part), gradients(whole))
-
-
-def sharded_layers_of_msa_are_the_whole_layer() -> None:
-    """FSDP2 over ranks that hold sequences, or slices of them, in both stages of training: outputs and the indexer's loss."""
-
-    def msa() -> MSAttention:
-        torch.manual_seed(0)
-        return MSAttention(WIDTH, 2, 2, 4, block_size=8, n=2, loss_weight=0.5, backend="sdpa-packed", dtype=torch.float64).to(DEVICE)
-
-    for by_slices, warm_up in itertools.product((False, True), repeat=2):
-        whole, part, x = msa(), msa(), hidden(16 * ranks(), batch=2 * ranks())
-        part = fully_shard(context_parallel(part) if by_slices else part, mesh=init_device_mesh(DEVICE, (ranks(),)))
-        whole.warm_up = part.warm_up = warm_up
-        o = whole(x)
-        weighted(o).sum().div(ranks()).backward()
-        own = mine(x, int(by_slices))
-        got = part(own)
-        mine(weighted(torch.ones_like(o)), int(by_slices)).mul(got).sum().backward()
-        assert_same((got, own.grad), (mine(o, int(by_slices)), ranks() * mine(x.grad, int(by_slices))))
-        loss = part.index_loss.clone()
-        dist.all_reduce(loss)
-        assert_same(loss / ranks(), whole.index_loss)
-        assert_same(gradients(part), gradients(whole))
-    assert_refused(("both_ends is True; allowed: the default with MSAttention", lambda: context_parallel(msa(), both_ends=True)))
+        if isinstance(whole, MSAttention):
+            loss = part.index_loss.clone()
+            dist.all_reduce(loss)
+            assert_same(loss / ranks(), whole.index_loss)
+    sliced = context_parallel(msa_layer(), both_ends=True)
+    assert_refused(
+        ("exchange is rows; allowed: auto with MSAttention", lambda: context_parallel(msa_layer(), exchange="rows")),
+        ("x is of S = 3 rows; allowed: an even number with both_ends", lambda: sliced(hidden(3), torch.arange(3, device=DEVICE))),
+    )
 
 
 def split_layers_are_the_whole_layer() -> None:
@@ -319,7 +312,6 @@ ANY_RANKS = (
     *SLICED,
     wrong_slices_are_refused,
     sharded_layers_are_the_whole_layer,
-    sharded_layers_of_msa_are_the_whole_layer,
     split_layers_are_the_whole_layer,
     groups_that_ranks_do_not_divide_are_refused,
     first_calls_of_layers_that_differ_raise_on_all_ranks,
@@ -419,16 +411,18 @@ def the_example_trains_as_one_rank() -> None:
         dist.broadcast_object_list(shared)
         text, how, sizes = ROOT / "docs", {"minutes": 9, "every": 1, "graph": False}, replace(example.TINY, layers=1, batch=ranks())
 
-        def losses(folder: str, steps: int, parallel: Any = None) -> list[float]:
+        def losses(folder: str, sizes: Any, steps: int, parallel: Any = None) -> list[float]:
             rows = example.train(Path(folder), sizes, None, torch.device(DEVICE), text, steps=steps, ranks=parallel, **how)
-            return [row["loss"] for row in rows]
+            return [row[name] for row in rows for name in ("loss", "index_loss") if name in row]
 
-        alone = losses(f"{own}/alone", len(several.WAYS))
-        for steps, way in enumerate(several.WAYS, 1):
-            parallel, _ = several.join(way, sizes, torch.device(DEVICE))
-            found = losses(f"{shared[0]}/together", steps, parallel)
-            dist.barrier()  # the first rank wrote the checkpoint
-        assert found == pytest.approx(alone, rel=1e-4 if DEVICE == "cpu" else 1e-3)  # bfloat16 on a GPU
+        for attention, ways in {"nsa": several.WAYS, "msa": (several.CONTEXT, several.DATA)}.items():
+            sizes = replace(sizes, attention=attention, dense_steps=1)
+            alone = losses(f"{own}/{attention}", sizes, len(ways))
+            for steps, way in enumerate(ways, 1):
+                parallel, _ = several.join(way, sizes, torch.device(DEVICE))
+                found = losses(f"{shared[0]}/{attention} together", sizes, steps, parallel)
+                dist.barrier()  # the first rank wrote the checkpoint
+            assert found == pytest.approx(alone, rel=1e-4 if DEVICE == "cpu" else 1e-3)  # bfloat16 on a GPU
         one, device = replace(sizes, batch=1), torch.device(DEVICE)
         assert_refused(
             (f"--batch is 1; .* multiple of {ranks()}, on {ranks()} ranks", lambda: several.join("data", one, device)),

@@ -180,6 +180,12 @@ class TestExplain:
         assert decision["rule"].startswith("least predicted time" if measured else "first of the preference")
         assert Decision.from_json(json.dumps(decision)).replay() == ()
 
+    @pytest.mark.parametrize("keys", [(), ("--block-size", 0, "--n", 1)])
+    def test_an_indexers_loss(self, keys: tuple[object, ...]) -> None:
+        decision = ask("explain", "--loss", "--needs-grad", "--device", "h200", *keys)
+        assert (decision["request"]["kind"], decision["forward"]) == ("index_loss", "loss-triton")
+        assert decision["rule"].startswith("least predicted time: loss-triton")
+
     def test_forced_refusal_prints_every_reason(self) -> None:
         message = refused("explain", "--device", "sm89", "--Dk", 12, "--backend", "triton-group")
         assert_in_order(
@@ -195,6 +201,7 @@ class TestExplain:
             (("--S", 64, "--S-kv", 8), ("--S is 64", "at most S_kv = 8")),
             (("--choose", "moba", "--block-size", 0), ("keys of a block",)),
             (("--choose", "infllm", "--needs-grad"), ("its choice has no gradient",)),
+            (("--choose", "nsa", "--loss"), ("--loss is given with --choose nsa",)),
         ],
     )
     def test_mistakes_are_named(self, arguments: tuple[object, ...], words: tuple[str, ...]) -> None:

@@ -143,7 +143,7 @@ def test_the_loss_of_an_indexer_is_timed_beside_attention() -> None:
 # Texts of trained models
 
 
-@pytest.mark.parametrize(("kind", "S"), [("trained", 100), ("trained", 32768), ("indexer", 8192)])
+@pytest.mark.parametrize(("kind", "S"), [("trained", 100), ("trained", 32768), ("indexer", 8192), ("indexer", 32768)])
 def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(kind: str, S: int) -> None:
     """Bits that are read in another order give other blocks: each row has all blocks that it sees, or 16, its own among them."""
     selection = make_selection(prefill(kind, S, 1), "cpu")

@@ -230,7 +230,7 @@ def test_closing_and_failing_end_requests(context: int) -> None:
 def model_of(scale: float = 6, **sizes: Any) -> Any:
     """Return an untrained model with large weights: every byte of a text matters to what follows."""
     torch.manual_seed(0)
-    made = model_file.LanguageModel(replace(model_file.TINY, **sizes), "sdpa-packed" if not sizes else None)
+    made = model_file.LanguageModel(replace(model_file.TINY, **sizes), None if "context" in sizes else "sdpa-packed")
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.mul_(scale)
@@ -243,9 +243,10 @@ def alone(of: Any, text: bytes) -> Tensor:
         return of(torch.tensor([list(text)], device=of.head.weight.device))[0, -1].cpu()  # type: ignore[no-any-return]
 
 
-def test_steps_over_the_cache_give_the_models_own_logits() -> None:
+@pytest.mark.parametrize("attention", ["nsa", "msa"])
+def test_steps_over_the_cache_give_the_models_own_logits(attention: str) -> None:
     """Chunks of mixed lengths, then single bytes; with an fp8 cache nearly."""
-    of = model_of()
+    of = model_of(attention=attention)
     engine = decoding.Engine(of, CPU, pages=16, page_size=16)
     engine.warm_up(4, 128, 20)
     assert (engine.cache.free_pages, engine.graphs) == (16, {})
@@ -258,15 +259,16 @@ def test_steps_over_the_cache_give_the_models_own_logits() -> None:
             torch.testing.assert_close(found[row], alone(of, whole[sequences.index(sequence)][:end]), atol=1e-4, rtol=1e-4)
     with pytest.raises(CacheFull):
         engine.logits([engine.cache.open()], [bytes(16 * 16)])
-    of = model_of(2)
+    of = model_of(2, attention=attention)
     fp8, own = decoding.Engine(of, CPU, 16, 16, torch.float8_e4m3fn), alone(of, whole[0])
     assert 0 < float((fp8.logits([fp8.cache.open()], whole[:1])[0] - own).norm()) < 0.03 * float(own.norm())
 
 
 @pytest.mark.gpu
-def test_captured_steps_decode_as_plain_ones() -> None:
+@pytest.mark.parametrize("attention", ["nsa", "msa"])
+def test_captured_steps_decode_as_plain_ones(attention: str) -> None:
     """Four sequences, and the first three of them in the same graph; over a page's end, too."""
-    of = model_of(2, groups=2, heads=4, head_dim=64, block=64, window=64, context=256)
+    of = model_of(2, attention=attention, groups=2, heads=4, head_dim=64, block=64, window=64, context=256)
     engine = decoding.Engine(of, torch.device("cuda"), pages=16, page_size=64)
     engine.warm_up(6, 256, 120)
     assert list(engine.graphs) == [(1, 1), (2, 1), (4, 1), (6, 1), (4, 30), (1, 120)]

@@ -264,7 +264,7 @@ def test_layers_of_another_kind_are_refused(changed: dict[str, Any], message: st
 
 
 def test_what_is_no_step_and_no_layer_is_named() -> None:
-    model, no_layers = Model([make_layer()], 4, 8), r"model_layers is a \w+ \(.*allowed: a list of NSAttention layers"
+    model, no_layers = Model([make_layer()], 4, 8), r"model_layers is a \w+ \(.*allowed: a list of NSAttention or MSAttention layers"
     step = model.cache.step([model.cache.open()])
     assert_refused(
         (r"cache is a CacheStep; .* Remedy: pass step\[i\]", lambda: model.layers[0](hidden(model, 1, 1), cache=step)),  # type: ignore[arg-type]
@@ -301,7 +301,7 @@ def test_layers_refuse_what_a_cache_does_not_take(monkeypatch: pytest.MonkeyPatc
     )
     close(model, layer(x, cache=of_step), layer(x))
     monkeypatch.setattr("nsa_sel.core.transforms.is_compiling", lambda: True)
-    with pytest.raises(BackendError, match=r"NSAttention with a cache is called in a function that torch\.compile traces"):
+    with pytest.raises(BackendError, match=r"a layer with a cache is called in a function that torch\.compile traces"):
         layer(x, cache=of_step)
 
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nsa_sel.backends.specs import CHOOSERS
+from nsa_sel.backends.specs import CHOOSERS, LOSSES
 from nsa_sel.core.backend import Backend, Limits, Offer, PolicyInput
 from nsa_sel.core.decision import Decision, Override, load_policy, make_decision
 from nsa_sel.core.registry import backends
-from nsa_sel.core.request import SHARING_TOKENS, Request, example_choice
+from nsa_sel.core.request import SHARING_TOKENS, Request, example_choice, example_loss
 from nsa_sel.errors import ConfigError
 from nsa_sel.policies.cost import blocks_of, predict, sharing_at, work
 from nsa_sel.settings.config import parse_config, settings_for
@@ -330,3 +330,32 @@ def test_compressed_keys_and_blocks_are_counted_exactly(S: int, more: int, piece
     assert counted["compressed"] == pytest.approx(6 * 5 * seen * 2 * 3 * 128 / 1e12)
     backward = work(request, True, ())
     assert backward["compressed"] == pytest.approx(counted["compressed"] * 7 / 3)
+
+
+# The loss of an indexer
+
+
+@given(S=st.integers(1, 60), more=st.integers(0, 60))
+def test_visible_keys_of_a_loss_are_counted_exactly(S: int, more: int) -> None:
+    counted = work(replace(WARM_UP, B=2, G=3, h=5, S=S, S_kv=S + more, max_length=S + more), False, ())
+    keys = 6 * sum(t + 1 for t in range(more, S + more))
+    expected = {
+        "launch": 1,
+        "pairs": 0,
+        "exact": 2 * 5 * 128 * keys / 1e12,
+        "indexed": 2 * 4 * 128 * keys / 1e12,
+        "visible": 5 * keys / 1e9,
+    }
+    assert counted == pytest.approx(expected)
+
+
+LOSS = example_loss(needs_grad=True)
+WARM_UP = replace(LOSS, n=1, block_size=None, max_length=LOSS.S_kv)
+
+
+def test_a_loss_has_a_prediction_where_its_kernels_were_measured() -> None:
+    costs = Costs(provenance="invented", dtypes=("bfloat16",), models={f"{LOSSES[0].name}/index-loss": model(0.01, exact=1.0)})
+    case = lambda request: PolicyInput(request, H200, settings(costs=costs), "forward")  # noqa: E731
+    assert all(predict(case(request), LOSSES[0]) for request in (LOSS, WARM_UP))
+    for other in ({"needs_grad": False}, {"block_size": None}, {"block_size": 8}, {"Dk": 192}, {"dtype": "float32"}):
+        assert predict(case(replace(LOSS, **other)), LOSSES[0]) is None
