@@ -168,7 +168,26 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
     return dense_causal_sdpa(q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2)).flatten(2, 3), None
 
 
+class Decode:
+    """Stand in for FlashInfer's paged decoding: a sequence of one token for each row, whose pages its plan lists."""
+
+    def __init__(self, workspace: Tensor, use_tensor_cores: bool) -> None:
+        assert use_tensor_cores
+
+    def plan(self, ends: Tensor, pages: Tensor, of_last: Tensor, heads: int, groups: int, D: int, size: int, q_data_type: Any) -> None:
+        self.slots = torch.full((len(of_last), int(ends.diff().amax()) * size), -1)  # of each row's keys
+        for row, (start, end, more) in enumerate(zip(ends[:-1], ends[1:], of_last, strict=True)):
+            slots = (pages[start:end, None] * size + torch.arange(size)).flatten()[: (end - start - 1) * size + more]
+            self.slots[row, : len(slots)] = slots
+
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        k, v = (x.flatten(0, 2)[self.slots.clamp(min=0)] for x in cache)  # [rows,keys,D]
+        logits = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill((self.slots < 0).unsqueeze(1), -torch.inf)
+        return logits.softmax(-1).nan_to_num() @ v
+
+
 STAND_INS = {
+    "flashinfer": ("flashinfer", {"BatchDecodeWithPagedKVCacheWrapper": Decode}),
     "cudnn-nsa": ("cudnn", {"NSA": SimpleNamespace(selection_attention_wrapper=select)}),
     "fa4": ("flash_attn.cute", {"flash_attn_func": dense}),
 }
@@ -209,8 +228,9 @@ def test_peers_of_other_packages_get_what_the_case_selects(name: str, monkeypatc
     for parent in {module.partition(".")[0], module}:
         monkeypatch.setitem(sys.modules, parent, SimpleNamespace(**members))
     (peer,) = [peer for peer in peers() if peer.name == name]
-    problem = make_problem(Case("blocks", "random", 2, 96, 96, 2, 3, 16, 8, 3, 16, "float32"), "cpu")
-    exact = sample(Case("blocks", "random", 2, 96, 96, 2, 3, 16, 8, 3, 16), problem, 8, peer.every_key)
+    case = Case("blocks", "random", 2, 96, 96, 2, 3, 16, 16, 3, 16, "float32")
+    problem = make_problem(case, "cpu")
+    exact = sample(case, problem, 8, peer.every_key)
     assert parity(peer.prepare(problem).call, problem, exact, strict=False)[0] < 1e-6
     assert peer.refuses(Case("spans", "few", 1, 1, 64, 1, 20, 96, 64, 1, 0)) is not None
 
