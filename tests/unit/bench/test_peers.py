@@ -169,21 +169,18 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
 
 
 class Decode:
-    """Stand in for FlashInfer's paged decoding: a sequence of one token for each row, whose pages its plan lists."""
+    """Stand in for FlashInfer's paged decoding: a sequence of one token for each row, over pages [pages,size,1,D]."""
 
     def __init__(self, workspace: Tensor, use_tensor_cores: bool) -> None:
         assert use_tensor_cores
 
     def plan(self, ends: Tensor, pages: Tensor, of_last: Tensor, heads: int, groups: int, D: int, size: int, q_data_type: Any) -> None:
-        self.slots = torch.full((len(of_last), int(ends.diff().amax()) * size), -1)  # of each row's keys
-        for row, (start, end, more) in enumerate(zip(ends[:-1], ends[1:], of_last, strict=True)):
-            slots = (pages[start:end, None] * size + torch.arange(size)).flatten()[: (end - start - 1) * size + more]
-            self.slots[row, : len(slots)] = slots
+        keys = (pages.unsqueeze(1) * size + torch.arange(size)).split(ends.diff().tolist())
+        self.keys = [of_row.flatten()[: (len(of_row) - 1) * size + last] for of_row, last in zip(keys, of_last, strict=True)]
 
     def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
-        k, v = (x.flatten(0, 2)[self.slots.clamp(min=0)] for x in cache)  # [rows,keys,D]
-        logits = (q @ k.transpose(1, 2) * q.shape[-1] ** -0.5).masked_fill((self.slots < 0).unsqueeze(1), -torch.inf)
-        return logits.softmax(-1).nan_to_num() @ v
+        k, v = (x.flatten(0, 2) for x in cache)
+        return torch.stack([(x @ k[keys].T * x.shape[-1] ** -0.5).softmax(-1) @ v[keys] for x, keys in zip(q, self.keys, strict=True)])
 
 
 STAND_INS = {
