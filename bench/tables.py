@@ -63,7 +63,7 @@ TRAINING = ROOT / H200_RESULTS / "training"  # runs of examples/train_nsa_lm.py:
 SETTLED = 10  # steps before speed counts: the first ones compile
 PARTS_FILE = ROOT / H200_RESULTS / "profiles/layer_parts.jsonl"
 PEERS_FILE = "profiles/peers.jsonl"
-PEERS = "flex-attention", "masked-sdpa", DENSE, "dense-flash", "fa4", "cudnn-nsa", "fla-nsa", "vllm", "sglang"  # in this order
+PEERS = "flex-attention", "masked-sdpa", DENSE, "dense-flash", "fa4", "cudnn-nsa", "fla-nsa", "flashinfer", "vllm", "sglang"  # in order
 HEADS = 16  # of a group
 # The README's table. Columns, and the lines of each bench's rows
 LIBRARY, DENSE_COLUMN, NSA_SEL = "its library", "dense attention", "nsa-sel"

@@ -1,6 +1,6 @@
 """Others' kernels on our inputs, in the library's layout.
 
-FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, cuDNN's NSA and
+FlexAttention, masked and dense SDPA of torch; where installed flash-linear-attention's NSA, cuDNN's NSA, FlashInfer and
 FlashAttention-4; and functions that a user names: `nsa-sel bench --peer NAME=module:function` (docs/performance.md has
 adapters). Masks, plans and layouts are made once per selection, outside the timed calls: `prepare_ms` of a row is their
 cost, and its `selection` is "kept". Ours build their plans within the timed calls ("new").
@@ -46,6 +46,7 @@ def peers() -> tuple[Contender, ...]:
         Contender("fa4", _fa4, lacks("flash_attn.cute", "flash-attn-4"), fa4_takes, peer=True, every_key=True, selection=None),
         Contender("fla-nsa", _fla, fla_lacks, fla_takes, peer=True),
         Contender("cudnn-nsa", _cudnn, lacks("cudnn", "nvidia-cudnn-frontend"), cudnn_takes, peer=True),
+        Contender("flashinfer", _flashinfer, lacks("flashinfer", "flashinfer-python"), flashinfer_takes, peer=True, selection="kept"),
     )
 
 
@@ -126,6 +127,10 @@ cudnn_takes = takes(
     "as many rows as keys, up to 16 heads per group, and blocks of 16 to 128 keys, in 16 bits",
     lambda case: case.S == case.S_kv and case.h <= 16 and case.block in (16, 32, 64, 128) and case.dtype in HALVES,
 )
+flashinfer_takes = takes(
+    "whole blocks of keys that they divide, Dk = Dv, in 16 bits",
+    lambda case: case.block > 0 and not case.S_kv % case.block and case.Dk == case.Dv and case.dtype in HALVES,
+)
 
 
 def _fa4(problem: Problem) -> Ready:
@@ -171,6 +176,31 @@ def _cudnn(problem: Problem) -> Ready:
         return found["o_tensor"].view(B, S, G, h, -1)  # type: ignore[no-any-return]
 
     return Ready(call, call, layout=by_tokens)
+
+
+def _flashinfer(problem: Problem) -> Ready:
+    """Prepare FlashInfer's paged decoding, forward alone: each row of a group is a sequence of one new token.
+
+    The blocks that the row selects are the pages of its sequence, the last one only up to the row, so no mask is needed.
+    """
+    (B, S, G, h, Dk), S_kv, size = problem.q.shape, problem.k.shape[2], problem.selection.block_size or 1
+    device, indices = problem.q.device, problem.selection.block_indices.long().sort(-1).values  # [B,S,G,n]
+    seen = torch.arange(S_kv - S + 1, S_kv + 1, device=device).view(S, 1, 1)  # keys up to each row
+    chosen = (indices >= 0) & (indices * size < seen)
+    first = torch.arange(B * G, device=device).view(B, 1, G, 1) * (S_kv // size)  # page of each sequence and group
+    ends = torch.nn.functional.pad(chosen.sum(-1).flatten().cumsum(0), (1, 0)).int()
+    last = indices.where(chosen, -1).amax(-1)
+    of_last = ((seen.squeeze(-1) - last * size).clamp(max=size) * (last >= 0)).flatten().int()
+    wrapper = importlib.import_module("flashinfer").BatchDecodeWithPagedKVCacheWrapper(
+        torch.zeros(1 << 28, dtype=torch.uint8, device=device), use_tensor_cores=True
+    )
+    wrapper.plan(ends, (indices + first)[chosen].int(), of_last, h, 1, Dk, size, q_data_type=problem.q.dtype)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        pages = tuple(x.view(-1, size, 1, Dk) for x in (k, v))
+        return wrapper.run(q.flatten(0, 2), pages).view(q.shape)  # type: ignore[no-any-return]
+
+    return Ready(call, call)
 
 
 # Functions of the user

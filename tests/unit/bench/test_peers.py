@@ -168,7 +168,23 @@ def dense(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, None]:
     return dense_causal_sdpa(q.unflatten(2, (k.shape[2], -1)), k.transpose(1, 2), v.transpose(1, 2)).flatten(2, 3), None
 
 
+class Decode:
+    """Stand in for FlashInfer's paged decoding: a sequence of one token for each row, over pages [pages,size,1,D]."""
+
+    def __init__(self, workspace: Tensor, use_tensor_cores: bool) -> None:
+        assert use_tensor_cores
+
+    def plan(self, ends: Tensor, pages: Tensor, of_last: Tensor, heads: int, groups: int, D: int, size: int, q_data_type: Any) -> None:
+        keys = (pages.unsqueeze(1) * size + torch.arange(size)).split(ends.diff().tolist())
+        self.keys = [of_row.flatten()[: (len(of_row) - 1) * size + last] for of_row, last in zip(keys, of_last, strict=True)]
+
+    def run(self, q: Tensor, cache: tuple[Tensor, Tensor]) -> Tensor:
+        k, v = (x.flatten(0, 2) for x in cache)
+        return torch.stack([(x @ k[keys].T * x.shape[-1] ** -0.5).softmax(-1) @ v[keys] for x, keys in zip(q, self.keys, strict=True)])
+
+
 STAND_INS = {
+    "flashinfer": ("flashinfer", {"BatchDecodeWithPagedKVCacheWrapper": Decode}),
     "cudnn-nsa": ("cudnn", {"NSA": SimpleNamespace(selection_attention_wrapper=select)}),
     "fa4": ("flash_attn.cute", {"flash_attn_func": dense}),
 }
@@ -209,8 +225,9 @@ def test_peers_of_other_packages_get_what_the_case_selects(name: str, monkeypatc
     for parent in {module.partition(".")[0], module}:
         monkeypatch.setitem(sys.modules, parent, SimpleNamespace(**members))
     (peer,) = [peer for peer in peers() if peer.name == name]
-    problem = make_problem(Case("blocks", "random", 2, 96, 96, 2, 3, 16, 8, 3, 16, "float32"), "cpu")
-    exact = sample(Case("blocks", "random", 2, 96, 96, 2, 3, 16, 8, 3, 16), problem, 8, peer.every_key)
+    case = Case("blocks", "random", 2, 96, 96, 2, 3, 16, 16, 3, 16, "float32")
+    problem = make_problem(case, "cpu")
+    exact = sample(case, problem, 8, peer.every_key)
     assert parity(peer.prepare(problem).call, problem, exact, strict=False)[0] < 1e-6
     assert peer.refuses(Case("spans", "few", 1, 1, 64, 1, 20, 96, 64, 1, 0)) is not None
 
