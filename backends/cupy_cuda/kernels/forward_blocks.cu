@@ -150,14 +150,12 @@ struct Producer {
     unsigned char *const stages;
     Shared &shared;
     const int lane = threadIdx.x % 32;
-    const bool once = x.p.S == 1 && x.head_tiles == 1 && PACKED == LISTED;  // no other CTA (token of the sequence, heads of the row) reads these keys
     PipelineState<STAGES> at;
 
     template <int COLUMNS, int BOX>
     DEVICE void load(unsigned char *to, const TensorMap *map, u64 *full, int key, i64 g, int page) const {
         mbarrier_arrive_expect(full, KEYS * COLUMNS * BYTES);
-        if (once) tma_load_key_tile<COLUMNS, true, BOX>(to, map, full, in_page(key), g, page);
-        else tma_load_key_tile<COLUMNS, false, BOX>(to, map, full, in_page(key), g, page);
+        tma_load_key_tile<COLUMNS, false, BOX>(to, map, full, in_page(key), g, page);  // read once, but evict_first is slower
     }
 
     // Load keys [key, key + keys) into the next stage, by one lane.
