@@ -209,8 +209,8 @@ def test_many_rows_use_tma_where_pages_hold_whole_steps(
 ) -> None:
     """Enough rows to fill the GPU are not split; TMA needs Hopper or newer."""
     monkeypatch.setenv("NSA_DEBUG_TRITON", "1")
-    sizes: dict[str, Any] = {"lengths": LENGTHS * 64, "S_q": 2, "dtype": dtype, "device": "cuda", "Dk": 64, "Dv": 128}
-    if each is None:
+    sizes: dict[str, Any] = {"lengths": LENGTHS * 64, "S_q": 2, "n": 2, "dtype": dtype, "device": "cuda", "Dk": 64, "Dv": 128}
+    if each is None:  # n = 2: without duplicates, which debugging refuses
         check(make_cache(page_size=page_size, **sizes), "triton-group")
     else:
         check_quantized(make_quantized(each, page_size, **sizes, block=32), "triton-group")
