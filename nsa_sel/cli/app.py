@@ -17,13 +17,11 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 import nsa_sel
-from nsa_sel.attention import selection_attention
 from nsa_sel.bench import command as benches
 from nsa_sel.bench import threshold_optimizer
 from nsa_sel.bench.core.command_line import INTERRUPTED, BenchCommand, device_of, echo
 from nsa_sel.cli import doctor as examination
 from nsa_sel.cli.output import output_file, printable, terminal_columns
-from nsa_sel.cli.tensor_file import read_problem, write_result
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decide import explain_request
 from nsa_sel.core.decision import refusal
@@ -31,7 +29,6 @@ from nsa_sel.core.request import DeviceInfo, Request, example_request
 from nsa_sel.errors import ArgumentError, BackendError, NsaSelError, needs_extra
 from nsa_sel.settings.config import GPUS, SHARED_MEMORY
 from nsa_sel.settings.schema import Direction
-from nsa_sel.telemetry import events
 from nsa_sel.telemetry.describe import describe
 
 app = typer.Typer(
@@ -131,48 +128,7 @@ def explain(
 
 
 @app.command()
-def run(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="A .safetensors file with q, k, v and ranges or block_indices.")],
-    out: Annotated[Path | None, typer.Option(help="Write o, lse and the decision to this .safetensors file.")] = None,
-    backend: Backend = None,
-    device: Annotated[Where, typer.Option(help="auto: the first CUDA device, else the CPU.")] = Where.auto,
-    dtype: Annotated[Dtype | None, typer.Option(help="Cast q, k, v to this dtype; by default the file's.")] = None,
-    scale: Annotated[float | None, typer.Option(help="Scale of the logits; by default 1/sqrt(Dk).")] = None,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Keys per block; by default the file's metadata.")] = None,
-    as_json: AsJson = False,
-) -> None:
-    """Compute selection attention of the tensors in FILE.
-
-    q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], and the selection: ranges [B,S,G,n,2] (int32, int64), or
-    block_indices [B,S,G,n] (any integer dtype, -1 is padding); optionally q_pos [S] or [B,S], the key positions of the
-    rows.
-    """
-    with _errors(as_json):
-        target = out and output_file("--out", out)
-        if target is not None and target.exists() and target.samefile(file):
-            raise ArgumentError("--out", out, "a file other than FILE", "choose another name")
-        problem = read_problem(file, block_size).to(torch.device(device_of(device)), getattr(torch, dtype.value) if dtype else None)
-        with torch.no_grad():
-            o, lse = selection_attention(
-                problem.q, problem.k, problem.v, problem.selection, scale=scale, q_pos=problem.q_pos, return_lse=True, backend=backend
-            )
-        decision = events.decisions()[-1]
-        if target is not None:
-            write_result(target, o, lse, decision)
-        empty = int((lse == float("-inf")).all(-1).sum())
-        if as_json:
-            outputs = {name: {"shape": list(t.shape), "dtype": str(t.dtype).removeprefix("torch.")} for name, t in (("o", o), ("lse", lse))}
-            echo(_pretty({"decision": decision, **outputs, "empty_rows": empty, "out": out and str(out)}))
-            return
-        shapes = f"o {list(o.shape)} {str(o.dtype).removeprefix('torch.')}, lse {list(lse.shape)}, {empty} rows with nothing selected"
-        echo(f"{describe(decision, terminal_columns())}\n\n{shapes}; {f'written to {out}' if out else 'not written: no --out'}")
-
-
-@app.command()
 def demo(
-    trace: Annotated[
-        Path | None, typer.Option(help="A file as for `run`; by default the trace of SmolLM2-135M in a checkout, else a synthetic one.")
-    ] = None,
     out_dir: Annotated[Path, typer.Option(help="Folder of demo.png and demo.json.")] = Path("demo-output"),
     as_json: AsJson = False,
 ) -> None:
@@ -183,14 +139,13 @@ def demo(
             from nsa_sel.cli import demo as demonstration
             from nsa_sel.cli import demo_model
         picture, figures = (output_file("--out-dir", out_dir / name, make_folder=True) for name in ("demo.png", "demo.json"))
-        setting = demonstration.prepare(trace)
+        setting = demonstration.prepare()
         if not as_json:
             echo(demonstration.introduction(setting))
         with _progress(as_json) as advance:
             result = demonstration.run(setting, advance)
-            if trace is None:
-                advance("a layer of MiniMax-M3", 1.0)
-                result = msgspec.structs.replace(result, model=demo_model.run(setting.problem.q.device.type))
+            advance("a layer of MiniMax-M3", 1.0)
+            result = msgspec.structs.replace(result, model=demo_model.run(setting.problem.q.device.type))
         document = _pretty(result)
         try:
             figures.write_text(document + "\n")

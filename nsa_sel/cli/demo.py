@@ -3,6 +3,7 @@ drawn."""
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 import msgspec
+import safetensors
 import torch
 from torch import Tensor
 
@@ -19,12 +21,10 @@ from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import cases, contenders, timing
 from nsa_sel.cli import demo_model
 from nsa_sel.cli.output import terminal_columns
-from nsa_sel.cli.tensor_file import Problem, read_problem
 from nsa_sel.core.call import device_info, request_of
-from nsa_sel.core.check import check_call
 from nsa_sel.core.decide import decide, explain_request
 from nsa_sel.core.decision import Decision, refusal
-from nsa_sel.errors import ArgumentError, BackendError
+from nsa_sel.errors import BackendError
 from nsa_sel.oracle import oracle_backward, oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.telemetry import events
@@ -41,7 +41,8 @@ OUTPUTS = ("o", "lse", *GRADIENTS)
 # Largest allowed mean absolute error of o and lse, by device kind and dtype.
 BOUNDS = {("cpu", "float32"): 1e-6, ("cuda", "float32"): 1e-4, ("cuda", "float16"): 1e-3, ("cuda", "bfloat16"): 1e-3}
 CHECKED_ROWS = 1024  # maximum: the float64 oracle is a plain loop and takes milliseconds per row
-COPIES_ON_GPU = 16  # batch size of the default problem on a GPU: a single copy would be bound by the host
+TRACE = Path(str(resources.files("nsa_sel"))) / "bench" / "data" / "smollm2_trace.safetensors"  # in a checkout
+COPIES_ON_GPU = 16  # batch size on a GPU: a single copy would be bound by the host
 ROUNDS = {"cpu": 9, "cuda": 51}
 TIMING_SECONDS = {"cpu": 12.0, "cuda": 25.0}  # in equal shares; each kind of work runs at least once within twice that time
 
@@ -76,7 +77,17 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     refused: dict[str, str]
     passed: bool
-    model: demo_model.Compared | str | None = None  # the demo's second part; why it did not run; None: not asked for
+    model: demo_model.Compared | str | None = None  # the demo's second part; why it did not run; None: not yet
+
+
+class Problem(NamedTuple):
+    """q [B,S,G,h,Dk], k [B,G,S_kv,Dk], v [B,G,S_kv,Dv], the selection, and facts to print."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    selection: Selection
+    facts: dict[str, Any]
 
 
 class Setting(NamedTuple):
@@ -94,51 +105,43 @@ class Setting(NamedTuple):
         return f"CPU ({torch.get_num_threads()} threads)" if device.kind == "cpu" else device.name
 
 
-def prepare(trace: Path | None = None) -> Setting:
-    """Load the problem: on the first CUDA device in its own dtype (bfloat16 for 8-bit values), or on the CPU in
-    float32.
-
-    Args:
-        trace: a file as for `nsa-sel run`. By default the trace of SmolLM2-135M in a checkout, or else a synthetic
-            problem; on a GPU as a batch of `COPIES_ON_GPU`.
+def prepare() -> Setting:
+    """Load the problem: on the first CUDA device in bfloat16, as a batch of `COPIES_ON_GPU`, or on the CPU in float32.
 
     Raises:
-        ArgumentError: the file does not hold a problem.
         BackendError: no backend can run it.
     """
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    problem = default_problem() if trace is None else read_problem(trace)
-    q, k, v, selection, _, facts = problem
-    if trace is None and device.type == "cuda":
+    q, k, v, selection, facts = read_trace(TRACE) if TRACE.is_file() else synthetic_problem()
+    if device.type == "cuda":
         ranges = selection.ranges.repeat(COPIES_ON_GPU, 1, 1, 1, 1)
         q, k, v = (x.repeat(COPIES_ON_GPU, *[1] * (x.dim() - 1)) for x in (q, k, v))
         selection, facts = Selection(ranges, selection.block_size, selection.max_length), {**facts, "copies": COPIES_ON_GPU}
-    if q.dtype.itemsize == 1:
-        facts["rounded to"] = _name(q.dtype)
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16 if q.dtype.itemsize == 1 else q.dtype
-    problem = Problem(q, k, v, selection, problem.q_pos, facts).to(device, dtype)
-    q, k, v, selection, _, q_pos = check_call(*problem[:4], None, problem.q_pos)
-    if (device.type, _name(q.dtype)) not in BOUNDS:
-        raise ArgumentError("q", f"of dtype {q.dtype}", "float16, bfloat16 or float32", "save the trace in one of these")
+    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    q, k, v, selection = *(x.to(device, dtype) for x in (q, k, v)), selection.to(device)
     decision = decide(request_of(q, k, v, selection, True), device_info(device))
     S, count = q.shape[1], max(1, CHECKED_ROWS // q.shape[0])
     rows = torch.arange(S)
     if count < S:  # the first, the last and random rows, the same in every run
         between = 1 + torch.randperm(S - 2, generator=torch.Generator().manual_seed(0))[: max(0, count - 2)]
         rows = torch.cat([torch.tensor([0, S - 1]), between]).sort().values
-    return Setting(Problem(q, k, v, selection, q_pos, facts), decision, rows)
+    return Setting(Problem(q, k, v, selection, facts), decision, rows)
 
 
-def default_problem() -> Problem:
-    """Return the trace of SmolLM2-135M, or, in an installed package, random q, k, v with blocks that the model selects."""
-    trace = resources.files("nsa_sel") / "bench" / "data" / "smollm2_trace.safetensors"
-    if trace.is_file():
-        with resources.as_file(trace) as file:
-            return read_problem(file)
+def read_trace(path: Path) -> Problem:
+    """Read q, k and v of a model, the blocks that it selects, and their provenance."""
+    with safetensors.safe_open(path, framework="pt") as file:
+        facts: dict[str, Any] = json.loads(file.metadata()["provenance"])
+        q, k, v, blocks = (file.get_tensor(name) for name in ("q", "k", "v", "block_indices"))
+    return Problem(q, k, v, Selection.from_blocks(blocks, facts["block_size"]), {**facts, "rounded to": _name(q.dtype)})
+
+
+def synthetic_problem() -> Problem:
+    """Return random q, k, v with blocks that a model selects, for an installed package, which has no trace."""
     generator, selection = torch.Generator().manual_seed(0), cases.real_selection(1, "cpu")
     S = selection.ranges.shape[1]
-    q, k, v = (torch.randn(shape, generator=generator).bfloat16() for shape in ((1, S, 1, 3, 64), (1, 1, S, 64), (1, 1, S, 64)))
-    return Problem(q, k, v, selection, None, {"synthetic": True, "first": 1, "local": 2})
+    q, k, v = (torch.randn(shape, generator=generator) for shape in ((1, S, 1, 3, 64), (1, 1, S, 64), (1, 1, S, 64)))
+    return Problem(q, k, v, selection, {"synthetic": True, "first": 1, "local": 2})
 
 
 def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
@@ -149,15 +152,15 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
         advance: called with the current step and the share of the work that is done.
     """
     problem, decision, checked = setting
-    q, k, v, selection, q_pos, facts = problem
+    q, k, v, selection, facts = problem
     do = torch.randn(*q.shape[:-1], v.shape[-1], generator=torch.Generator().manual_seed(0)).to(q)
-    mask = contenders.token_mask(selection, k.shape[2], q_pos)
+    mask = contenders.token_mask(selection, k.shape[2])
 
     def by(backend: str | None) -> Attend:
         def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
             # A new selection has no plans yet, as in a model's next layer.
             fresh = Selection(selection.ranges, selection.block_size, selection.max_length, disjoint=True)
-            return selection_attention(q, k, v, fresh, q_pos=q_pos, return_lse=True, backend=backend)
+            return selection_attention(q, k, v, fresh, return_lse=True, backend=backend)
 
         return attend
 
@@ -177,7 +180,7 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
             refused[name] = " ".join(dict.fromkeys(reason.words for reason in reasons if reason.kind != "slower"))
 
     advance("float64 oracle", 0.0)
-    position = torch.arange(k.shape[2] - q.shape[1], k.shape[2]).expand(q.shape[:2]) if q_pos is None else q_pos.cpu()
+    position = torch.arange(k.shape[2] - q.shape[1], k.shape[2]).expand(q.shape[:2])
     few_q, few_do, ranges, position = (x.cpu()[:, checked] for x in (q, do, selection.ranges, position))
     o, lse = oracle_forward(few_q, k, v, ranges, None, position)
     exact = dict(zip(OUTPUTS, (o, lse, *oracle_backward(few_q, k, v, ranges, few_do, None, None, position)), strict=True))
@@ -251,7 +254,7 @@ def _time(candidates: list[tuple[Row, Attend]], problem: Problem, do: Tensor, ad
 
 def introduction(setting: Setting) -> str:
     """Describe the problem and the policy's choice, before the demo runs."""
-    q, k, _, selection, _, facts = setting.problem
+    q, k, _, selection, facts = setting.problem
     (B, S, G, h), S_kv = q.shape[:4], k.shape[2]
     ranges = f"blocks of {selection.block_size}" if selection.block_size else "ranges"
     lines = [f"NSA's selection branch: B={B}, {S} query rows, {S_kv} keys, G={G}, h={h}; a row attends to at most {selection.n} {ranges}."]
@@ -261,7 +264,7 @@ def introduction(setting: Setting) -> str:
     if facts.get("synthetic"):
         lines.append(
             "q, k and v are random numbers, because an installed package does not carry the model's. The blocks are those that"
-            " SmolLM2-135M selects. From a checkout: nsa-sel demo --trace bench/data/smollm2_trace.safetensors"
+            " SmolLM2-135M selects. In a checkout, `make demo` runs on the model's own."
         )
     if "copies" in facts:
         lines.append(f"The batch holds {B} copies: a GPU computes a single one faster than the host can launch it.")

@@ -1,10 +1,9 @@
-"""Check nsa-sel doctor, explain, run and demo: what they print, their JSON and exit codes; mistakes of a user are clear messages."""
+"""Check nsa-sel doctor, explain and demo: what they print, their JSON and exit codes; mistakes of a user are clear messages."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import stat
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,6 @@ import pytest
 import safetensors
 import safetensors.torch
 import torch
-from torch import Tensor
 from typer.testing import CliRunner
 
 import nsa_sel
@@ -27,14 +25,11 @@ from nsa_sel.core.backend import Reason
 from nsa_sel.core.call import device_info
 from nsa_sel.core.decision import Decision
 from nsa_sel.core.request import example_request
-from nsa_sel.oracle import oracle_forward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.flags import CACHE_FLAG
 from tests.helpers.calls import assert_in_order
 from tests.helpers.cases import make_qkv
 from tests.helpers.files import ROOT
-
-S, G, D, S_KV, BLOCK = 5, 2, 16, 32, 8
 
 
 def invoke(*arguments: object) -> Any:
@@ -56,29 +51,7 @@ def refused(*arguments: object) -> str:
     return result.output
 
 
-def tensors() -> dict[str, Tensor]:
-    q, k, v = torch.randn(1, S, G, 3, D), torch.randn(1, G, S_KV, D), torch.randn(1, G, S_KV, D)
-    return {"q": q, "k": k, "v": v, "block_indices": torch.tensor([0, 3, -1], dtype=torch.int8).expand(1, S, G, 3).contiguous()}
-
-
-def ranges_of(blocks: Tensor) -> Tensor:
-    start = blocks.int().clamp(min=0) * BLOCK
-    return torch.stack((start, torch.where(blocks < 0, start, start + BLOCK)), -1)
-
-
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the CPU's rows")
-
-
-@pytest.fixture
-def save(tmp_path: Path) -> Any:
-    """Writes in.safetensors from tensors and metadata, and gives its path."""
-
-    def write(held: dict[str, Tensor], **metadata: str) -> Path:
-        path = tmp_path / "in.safetensors"
-        safetensors.torch.save_file(held, path, metadata)
-        return path
-
-    return write
 
 
 class TestDoctor:
@@ -213,97 +186,17 @@ class TestExplain:
         assert "NSA_USE_TRITON_SEL" in ask("explain", exit_code=2)["error"]
 
 
-class TestRun:
-    @pytest.mark.parametrize("backend", ["sdpa-packed", "numba"])
-    def test_blocks_round_trip_against_the_oracle(self, save: Any, tmp_path: Path, backend: str) -> None:
-        held, out = tensors(), tmp_path / "out.safetensors"
-        document = ask("run", save(held, block_size="8"), "--out", out, "--backend", backend, "--device", "cpu")
-        assert document["decision"]["forward"] == backend
-        assert document["o"] == {"shape": [1, S, G, 3, D], "dtype": "float32"}
-        with safetensors.safe_open(out, "pt") as file:
-            o, lse = file.get_tensor("o"), file.get_tensor("lse")
-            assert Decision.from_json(file.metadata()["decision"]).forward == backend
-        expected_o, expected_lse = oracle_forward(held["q"], held["k"], held["v"], ranges_of(held["block_indices"]))
-        torch.testing.assert_close(o.double(), expected_o, atol=2e-6, rtol=0)
-        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-6, rtol=0)
-
-    def test_ranges_positions_scale_and_dtype(self, save: Any, tmp_path: Path) -> None:
-        held, out = tensors(), tmp_path / "out.safetensors"
-        del held["block_indices"]
-        # Unsorted and overlapping: the row attends to the union.
-        held["ranges"] = torch.tensor([[9, 14], [2, 4], [12, 20], [0, 0]], dtype=torch.int32).expand(1, S, G, 4, 2).contiguous()
-        held["q_pos"] = torch.tensor([0, 3, 13, 31, 18])
-        document = ask("run", save(held), "--out", out, "--dtype", "float64", "--scale", 0.5, "--device", "cpu")
-        assert document["empty_rows"] == G
-        result = safetensors.torch.load_file(out)
-        q, k, v = (held[name].double() for name in "qkv")
-        o, lse = oracle_forward(q, k, v, held["ranges"], 0.5, held["q_pos"])
-        torch.testing.assert_close(result["o"], o, atol=1e-12, rtol=0)
-        torch.testing.assert_close(result["lse"], lse, atol=1e-12, rtol=0)
-
-    def test_block_size_from_the_option_or_a_provenance_entry(self, save: Any) -> None:
-        held = tensors()
-        assert ask("run", save(held), "--block-size", BLOCK)["decision"]["request"]["block_size"] == BLOCK
-        assert ask("run", save(held, provenance=json.dumps({"block_size": BLOCK})))["decision"]["request"]["block_size"] == BLOCK
-        assert ask("run", save(held, block_size="4"), "--block-size", BLOCK)["decision"]["request"]["block_size"] == BLOCK
-
-    @pytest.mark.parametrize(
-        ("change", "words"),
-        [
-            ({"q": None}, ("tensor 'q' is missing", "the file holds block_indices [1, 5, 2, 3] int8, k [1, 2, 32, 16] float32", "add 'q'")),
-            ({"q": None, "query": torch.zeros(1)}, ("tensor 'q' is missing", "rename 'query' to 'q'")),
-            ({"qpos": torch.arange(S)}, ("tensor 'qpos' is unknown", "rename it to 'q_pos'")),
-            ({"block_indices": None}, ("the selection is missing", "ranges [B,S,G,n,2]", "block_indices [B,S,G,n]")),
-            ({"ranges": torch.zeros(1, S, G, 1, 2, dtype=torch.int32)}, ("given twice", "leave one of them out")),
-            ({"k": torch.zeros(1, S_KV, G, D)}, ("k is of shape (1, 32, 2, 16)", "k.transpose(1, 2)")),
-            ({"block_indices": torch.zeros(1, S, G, 2, dtype=torch.int32)}, ("has a block twice",)),
-            ({"block_indices": torch.zeros(1, S, G, 2)}, ("block_indices is of dtype torch.float32", "an integer dtype")),
-            ({"v": torch.zeros(1, G, S_KV, D).half()}, ("v is of dtype torch.float16", "q's dtype torch.float32")),
-        ],
-    )
-    def test_wrong_tensors_are_named(self, save: Any, change: dict[str, Tensor | None], words: tuple[str, ...]) -> None:
-        held = {name: tensor for name, tensor in {**tensors(), **change}.items() if tensor is not None}
-        assert_in_order(refused("run", save(held, block_size="8")), words)
-
-    def test_wrong_files(self, save: Any, tmp_path: Path) -> None:
-        text = tmp_path / "text.safetensors"
-        text.write_text("no tensors in here")
-        for path in (text, tmp_path / "absent.safetensors", tmp_path):
-            assert "allowed: a readable .safetensors file" in refused("run", path)
-        file = save(tensors(), block_size="8")
-        assert "a file other than FILE" in refused("run", file, "--out", file)
-        assert "its folder must exist" in refused("run", file, "--out", tmp_path / "absent" / "out.safetensors")
-        assert "FILE" in ask("run", text, exit_code=2)["error"]
-
-    def test_out_replaces_nothing_but_files_and_is_looked_at_first(
-        self, save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Renaming a new file over a FIFO or a device would destroy it: for the whole machine, where it is /dev/null and the user root."""
-        file = save(tensors(), block_size="8")
-        os.mkfifo(tmp_path / "fifo")
-        (tmp_path / "link").symlink_to(tmp_path / "fifo")
-        with socket.socket(socket.AF_UNIX) as server:
-            monkeypatch.chdir(tmp_path)  # the name of a socket is short
-            server.bind("socket")
-        for name, kind in (("fifo", "a FIFO"), ("link", "a FIFO"), ("socket", "a socket"), (".", "a folder"), ("/dev/null", "a device")):
-            monkeypatch.setattr(nsa_sel.cli.app, "read_problem", None)  # nothing is read or computed before
-            assert f"--out is {Path(name)}, {kind}; allowed: a regular file" in " ".join(refused("run", file, "--out", name).split())
-        assert stat.S_ISFIFO(os.stat("fifo").st_mode)
-        assert stat.S_ISCHR(os.stat("/dev/null").st_mode)
-
-
-def test_no_text_of_files_or_variables_commands_the_terminal(save: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bad, shown = "\x1b]0;owned\x07\u202e", "\\u001b]0;owned\\u0007\\u202e"
+def test_no_text_of_files_or_variables_commands_the_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = "\x1b]0;owned\x07\u202e"
     rows, config = tmp_path / "rows.jsonl", tmp_path / "own.yaml"
     rows.write_text(json.dumps({"case": bad, "error": bad}) + "\n" + json.dumps({"case": "x", "backend": bad, "error": bad}) + "\n")
     config.write_text(json.dumps({"provenance": bad, "runtime": {"prefer_forward": ["numba"]}}))
-    outputs = [invoke("run", save({**tensors(), bad: torch.zeros(1)})).output, invoke("threshold", rows).output]
+    outputs = [invoke("threshold", rows).output]
     monkeypatch.setenv("NSA_SEL_CONFIG", str(config))
     outputs += [invoke("doctor").output, invoke("doctor", "--json").output]
     monkeypatch.setenv("NSA_SEL_BACKEND", bad)
     outputs += [invoke("doctor").output, invoke("explain").output]
     assert not any(set(output) & set("\x1b\x07\u202e") for output in outputs)
-    assert shown in outputs[0]
     assert all("owned" in output for output in outputs[-2:])
 
 
@@ -323,12 +216,15 @@ def short_and_without_interpreter(monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
 
 @pytest.fixture
-def trace(tmp_path: Path) -> Path:
+def trace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A trace of 40 tokens, which the demo runs without its layer of MiniMax-M3."""
     path = tmp_path / "trace.safetensors"
     selection = Selection.from_scores(torch.rand(1, ROWS, GROUPS, ROWS // KEYS), CHOSEN, KEYS, first=1, local=2)
     q, k, v = make_qkv(1, ROWS, GROUPS, HEADS, DIM, dtype=torch.bfloat16)
     held = {"q": q, "k": k, "v": v, "block_indices": selection.block_indices.to(torch.int8)}
     safetensors.torch.save_file(held, path, {"provenance": json.dumps(FACTS)})
+    monkeypatch.setattr(demo, "TRACE", path)
+    monkeypatch.setattr(demo_model, "run", lambda device: "not here")
     return path
 
 
@@ -338,7 +234,7 @@ def rows_of(document: dict[str, Any]) -> dict[str, Any]:
 
 @on_cpu
 def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
-    document = ask("demo", "--trace", trace, "--out-dir", trace.parent / "out")
+    document = ask("demo", "--out-dir", trace.parent / "out")
     rows = rows_of(document)
     assert document == json.loads((trace.parent / "out" / "demo.json").read_text())
     assert document["passed"]
@@ -358,7 +254,7 @@ def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
             assert row["errors"]["o"]["bound"] == 1e-6
     assert (rows[demo.DENSE]["errors"], rows[demo.DENSE]["passed"]) == ({}, None)
     assert (trace.parent / "out" / "demo.png").read_bytes().startswith(b"\x89PNG")
-    output = invoke("demo", "--trace", trace, "--out-dir", trace.parent / "out").output
+    output = invoke("demo", "--out-dir", trace.parent / "out").output
     assert_in_order(
         output, ("Model: a tiny one, made up, layer 0", "triton-group does not run here: ", "Fastest forward + backward: ", "oracle")
     )
@@ -375,10 +271,10 @@ def test_every_backend_is_checked_timed_and_drawn(trace: Path) -> None:
 def test_a_wrong_result_gives_exit_code_1(trace: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Any, verdict: str) -> None:
     """With fewer checked rows than rows: gradients are those of a loss over the checked rows."""
     monkeypatch.setattr(demo, "CHECKED_ROWS", 9)
-    assert ask("demo", "--trace", trace, "--out-dir", trace.parent / "out")["passed"]
+    assert ask("demo", "--out-dir", trace.parent / "out")["passed"]
     right = getattr(numba_cpu, name)
     monkeypatch.setattr(numba_cpu, name, lambda *arguments: change(*right(*arguments)))
-    document = ask("demo", "--trace", trace, "--out-dir", trace.parent / "out", exit_code=1)
+    document = ask("demo", "--out-dir", trace.parent / "out", exit_code=1)
     rows = rows_of(document)
     assert document["checked_rows"] == 9
     assert rows["numba"]["verdict"].startswith("WRONG: ")
@@ -387,14 +283,16 @@ def test_a_wrong_result_gives_exit_code_1(trace: Path, monkeypatch: pytest.Monke
 
 
 @on_cpu
-def test_the_demo_of_the_shipped_trace_passes(tmp_path: Path) -> None:
-    """On its first 512 tokens, which take a second."""
+def test_the_demo_of_the_shipped_trace_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On its first 512 tokens, which take a second, and without the layer of MiniMax-M3."""
+    monkeypatch.setattr(demo_model, "run", lambda device: "not here")
     tensors = safetensors.torch.load_file(SHIPPED)
     with safetensors.safe_open(SHIPPED, framework="pt") as file:
         metadata = file.metadata()
     cut = {name: tensor[:, :512] if name in ("q", "block_indices") else tensor[:, :, :512] for name, tensor in tensors.items()}
     safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in cut.items()}, tmp_path / "cut.safetensors", metadata)
-    document = ask("demo", "--trace", tmp_path / "cut.safetensors", "--out-dir", tmp_path / "out")
+    monkeypatch.setattr(demo, "TRACE", tmp_path / "cut.safetensors")
+    document = ask("demo", "--out-dir", tmp_path / "out")
     assert (document["passed"], document["checked_rows"], document["facts"]["tokens"]) == (True, 512, 8192)
 
 
@@ -411,6 +309,13 @@ def test_the_demos_layer_of_minimax_m3_equals_transformers(monkeypatch: pytest.M
 
 
 @on_cpu
-def test_wrong_traces_and_folders_are_clear_errors(trace: Path) -> None:
-    assert "a readable .safetensors file" in refused("demo", "--trace", trace.parent / "absent.safetensors")
-    assert "--out-dir" in refused("demo", "--trace", trace, "--out-dir", trace / "folder")
+def test_a_folder_of_outputs_holds_nothing_but_files(trace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Renaming a new file over a FIFO or a device would destroy it: for the whole machine, where it is /dev/null and the user root."""
+    folder = trace.parent / "out"
+    folder.mkdir()
+    monkeypatch.setattr(demo, "prepare", None)  # nothing is read or computed before
+    for kind, make in (("a FIFO", os.mkfifo), ("a folder", os.mkdir), ("a device", lambda file: os.symlink("/dev/null", file))):
+        make(folder / "demo.png")
+        assert f"demo.png, {kind}; allowed: a regular file" in " ".join(refused("demo", "--out-dir", folder).split())
+        assert stat.S_IFMT(os.stat(folder / "demo.png").st_mode) != stat.S_IFREG
+        (folder / "demo.png").rename(folder / kind)

@@ -45,7 +45,8 @@ assert {"base.yaml", "cpu.yaml", "sm89_rtx4090.yaml"} <= set(shipped_configs())
 assert "sdpa-packed" in backends()
 assert [file.name for file in (home / "bench" / "data").iterdir()] == ["smollm2_maps.npz"]
 from nsa_sel.cli import demo
-assert demo.default_problem().facts["synthetic"]
+assert not demo.TRACE.exists()
+assert demo.synthetic_problem().facts["synthetic"]
 
 q, k, v = torch.randn(1, 4, 1, 2, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
 ranges = torch.tensor([0, 4]).expand(1, 4, 1, 1, 2)

@@ -251,11 +251,11 @@ def test_attention_and_its_explanation_need_no_extra() -> None:
 
 MAIN = "from nsa_sel.__main__ import main; main()"
 OF_CLI = "error: nsa-sel needs the package {}, which is not installed. Remedy: pip install 'nsa-sel[cli]'"
-OF_DEMO = "error: nsa-sel demo needs the package matplotlib, which is not installed. Remedy: pip install 'nsa-sel[report]'"
+OF_DEMO = "error: nsa-sel demo needs the package {}, which is not installed. Remedy: pip install 'nsa-sel[report]'"
 MISSING = [  # package, what needs it, fragment of the last line
     ("numba", LIGHT_CALL + "nsa_sel.selection_attention(q, k, v, selection, backend='numba')", "pip install 'nsa-sel[cpu]'"),
-    *((name, MAIN, OF_CLI.format(name)) for name in ("typer", "rich", "tabulate", "safetensors")),
-    ("matplotlib", f"sys.argv[1:] = ['demo']; {MAIN}", OF_DEMO),
+    *((name, MAIN, OF_CLI.format(name)) for name in ("typer", "rich", "tabulate")),
+    *((name, f"sys.argv[1:] = ['demo']; {MAIN}", OF_DEMO.format(name)) for name in ("matplotlib", "safetensors")),
 ]
 EACH_MISSING = """
 import json, os, tempfile
