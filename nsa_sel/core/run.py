@@ -66,7 +66,7 @@ class _Attention(torch.autograd.Function):
             return (None,) * 5
         q, k, v, o, lse, *_ = ctx.saved_tensors
         replay = known.get("backward") if known and dlse is None and others[-1] is None else None
-        failed = registry.broken and _failed(decision, decision.backward)
+        failed = registry.broken and _failed(decision, "backward")
         found = None if replay is None or failed else replay(others[0], q, k, v, o, lse, do)
         if found is not None:
             events.count("backward", decision.backward)
@@ -121,7 +121,7 @@ def run_forward(decided: Decided, function_of: FunctionOf = forward_of) -> Any:
     call, decision = decided.call, decided.decision
     # A Shortcut, which launcher/replay.py adds.
     replay = call.known.get("forward") if call.known and call.workspace is None and function_of is forward_of else None
-    failed = registry.broken and _failed(decision, decision.forward)
+    failed = registry.broken and _failed(decision, "forward")
     outputs = None if replay is None or failed else replay(call.selection, call.q, call.k, call.v)
     if outputs is not None:
         events.record(decision, decided.request)
@@ -163,7 +163,7 @@ def gradients(call: Any, decision: Any, o: Tensor, lse: Tensor, do: Tensor | Non
     """Return dq, dk, dv of a call with outputs o and lse; do or dlse is None if o or lse is unused."""
     replay = call.known.get("backward") if call.known and dlse is None and call.workspace is None else None
     found: tuple[Tensor, Tensor, Tensor] | None = None
-    if replay is not None and not (registry.broken and _failed(decision, decision.backward)):
+    if replay is not None and not (registry.broken and _failed(decision, "backward")):
         found = replay(call.selection, call.q, call.k, call.v, o, lse, do)
     if found is not None:
         events.count("backward", decision.backward)
@@ -216,7 +216,7 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         return call.run(direction, *given), None
     name = decision.forward if direction == "forward" else decision.backward
     assert name is not None, "decide() refuses before any kernel"
-    if registry.broken and _failed(decision, name):  # since autograd recorded the call
+    if registry.broken and _failed(decision, direction):  # since autograd recorded the call
         events.count("fallbacks", name, "failed-before")
         return run_pass(call, after_failure(decision, name), direction, function_of, *given)
     try:
@@ -251,9 +251,11 @@ def run_pass(call: Any, decision: Any, direction: str, function_of: FunctionOf, 
         return run_pass(call, again, direction, function_of, *given)
 
 
-def _failed(decision: Any, name: str | None) -> bool:
-    """Return True if backend `name` has failed for such calls in this process, and no caller forces it."""
-    return decision is not None and decision.override is None and registry.is_broken(str(name), decision.request)
+def _failed(decision: Any, direction: str) -> bool:
+    """Return True if the backend of a direction has failed for such calls in this process, and no caller forces it."""
+    if decision is None or decision.override is not None:  # None: a window, whose kernels have one order
+        return False
+    return registry.is_broken(str(decision.forward if direction == "forward" else decision.backward), decision.request)
 
 
 def _observed(settings: Settings) -> bool:
@@ -338,7 +340,7 @@ class Repeated(NamedTuple):
         """Return the results of a replay, or None: the call must be checked and run."""
         made = () if self.recordings is None else (*self.recordings.made,)  # another thread may drop the oldest recordings
         decided = made[0].decided or () if made else ()
-        if not made or (registry.broken and any(_failed(decision, decision.forward) for decision, _ in decided)):
+        if not made or (registry.broken and any(_failed(decision, "forward") for decision, _ in decided)):
             return None
         results: tuple[Tensor, ...] | None = self.recordings.replay(self.addresses, self.stream, {})  # type: ignore[union-attr]
         for each in () if results is None else decided:
