@@ -24,7 +24,7 @@ INDEX_D = 64
 
 
 class Layout(NamedTuple):
-    """What kernels are compiled for: a backend, arguments of `make_step`, and how many rows and requests there are."""
+    """Facts that kernels are compiled for: a backend, arguments of `make_step`, numbers of rows and requests."""
 
     backend: str | None
     sizes: dict[str, Any]
