@@ -23,7 +23,7 @@ from nsa_sel.core.ranges import (
     rounded,
     sharing_of_blocks,
 )
-from nsa_sel.core.transforms import capturing
+from nsa_sel.core.transforms import capturing, traces
 from nsa_sel.errors import ArgumentError, shown
 from nsa_sel.settings.flags import debugging
 
@@ -83,9 +83,9 @@ def state_of(x: Any) -> Any:
 
 
 def validates(ranges: Tensor) -> bool:
-    """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph, whose ranges can't
-    be read. Compiled calls validate when they run."""
-    return debugging() and not torch.compiler.is_compiling() and not capturing(ranges)
+    """Return True if a new selection is validated: under NSA_DEBUG_TRITON, but not in a CUDA graph or a trace, whose
+    ranges can't be read. Compiled calls validate when they run."""
+    return debugging() and not traces(ranges) and not capturing(ranges)
 
 
 class Selection:
