@@ -46,7 +46,7 @@ _fills = torch._C._get_deterministic_algorithms  # if True, PyTorch fills new te
 _address = Tensor.data_ptr
 TRIES = 3  # failed recording attempts per class after its first pass: a pass that compiles cannot be recorded
 LEAST_ADDRESS = 1 << 32  # arguments of at least this value are addresses
-MOST_BYTES = 1 << 30  # that a recorded pass allocates; those that need more are GPU-bound, so replay saves nothing
+MOST_BYTES = 1 << 30  # most that a recorded pass allocates; larger passes are GPU-bound, so replay saves nothing
 MOST_RECORDINGS, MOST_READY = 1024, 1024  # in the process; per thread, for each stream
 MOST_BATCHES, NEW_ADDRESSES = 128, 8  # see `_Ready`
 _numbers = itertools.count()
@@ -128,7 +128,7 @@ class Recordings:
         recorder, result = Recorder(addresses, whole), None
         with contextlib.suppress(torch.OutOfMemoryError), recorder:
             result = work()
-        if result is None:  # a recording holds what the pass would free
+        if result is None:  # out of memory: a recording keeps what the pass would free
             recorder.made.clear()
             self.failed += 1
             return work()

@@ -77,7 +77,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     rows: tuple[Row, ...]
     refused: dict[str, str]
     passed: bool
-    model: demo_model.Compared | str | None = None  # the demo's second part; why it did not run; None: not yet
+    model: demo_model.Compared | str | None = None  # the demo's second part, or why it did not run; None: before it
 
 
 class Problem(NamedTuple):

@@ -284,8 +284,8 @@ def check_longest(max_seqlen: int | None, cu_seqlens: CuSeqlens | None) -> None:
 def checked_hidden(
     name: str, x: Tensor, width: int, cu_seqlens: CuSeqlens | None, max_seqlen: int | None, sliced: bool
 ) -> tuple[Tensor, Bounds | None]:
-    """Return a layer's hidden states x [B,S,width], and a packed batch's bounds, in whose padding x is 0: NaN there would
-    reach the gradients of the weights.
+    """Return a layer's checked hidden states x [B,S,width], and the bounds of a packed batch, or None. x is 0 in padding:
+    NaN there would reach the gradients of the weights.
 
     name: of the layer's class; sliced: whether ranks hold slices of the sequences.
     """

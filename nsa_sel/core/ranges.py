@@ -200,7 +200,7 @@ class Blocks(NamedTuple):
 class _Facts(NamedTuple):
     """Facts of all block indices of a class that a kernel takes."""
 
-    as_given: int  # dimensions of indices in which the checks change nothing but to add one to three; 0: they change more
+    as_given: int  # 4: checks change nothing in indices [B,S,G,n]; 3: they add S to [B,G,n]; 0: they change more
     dtype: torch.dtype  # of the ranges
     few: bool  # attention kernels can read the indices themselves, and skip duplicates
     kept: bool  # outside of a capture, indices stand for ranges until these are needed
@@ -218,7 +218,7 @@ class _Facts(NamedTuple):
         return cls(as_given, dtype, few and as_they_are, kept, find_unique)
 
 
-_TRACED = _Facts(0, torch.int32, False, True, False)  # of a graph, whose ops make ranges in their own passes
+_TRACED = _Facts(0, torch.int32, False, True, False)  # in a compiled graph the ops make the ranges
 
 
 def checked_blocks_of(block_indices: Tensor, block_size: int, block_counts: Tensor | None, disjoint: bool, own: bool = False) -> Blocks:
