@@ -78,9 +78,9 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
         gradient.load_lse(x, tile, consumer);
         shared.q[consumer].wait_full(scheduler.at<1>());
         gradient.begin_tile(x, tile, consumer, row_memory + Q_BYTES);
-        for (GatheredStep step; steps.find(step, NO_LIMIT) == STEP; steps.release_keys(step)) {
+        for (GatheredStep step; steps.find(step); steps.release_keys(step)) {
             gradient.begin_products(step);
-            gradient.finish_products(step, step.number < partial_steps);
+            gradient.finish_products(step, steps.next <= partial_steps);
             gradient.add_sums(step);
         }
         __syncwarp();  // all lanes have waited for q and do, even without steps, so the barrier may enter its next phase

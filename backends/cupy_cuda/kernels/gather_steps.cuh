@@ -233,7 +233,6 @@ DEVICE void produce_part(Pipeline<N> &pipeline, int part, const TensorMap &map, 
 
 // A step of a tile: the stages of its keys and values, and the consumer's tokens that selected some of its units.
 struct GatheredStep {
-    int number;
     PipelineState<STAGES> keys;
     PipelineState<VALUE_STAGES> values;
     TokenBits rows;
@@ -243,7 +242,6 @@ struct GatheredStep {
 struct GatherReader {
     typedef GatheredStep Step;
     DEVICE static int steps_of(int blocks) { return ::steps_of(blocks); }
-    static constexpr int AHEAD = VALUE_STAGES;
     GatherShared &shared;
     const int consumer;
     const u32 keys, values;  // wgmma operands of the first stages
@@ -255,25 +253,27 @@ struct GatherReader {
         next = 0;
         total = steps;
     }
-    DEVICE int masked_key(const GatheredStep &step, int partial_steps) const { return step.number < partial_steps ? 0 : NO_MASK; }
+    DEVICE bool over() const { return next == total; }
+    DEVICE int masked_key(const GatheredStep &, int partial_steps) const { return next <= partial_steps ? 0 : NO_MASK; }
     // Find the next step that a row of this consumer selected; release others, once their values have arrived. A
-    // consumer that holds values must not wait for step `limit`, whose values need their stage.
-    DEVICE Found find(GatheredStep &step, int limit) {
-        while (next < total) {
-            if (next == limit) return LIMIT;
+    // consumer that holds values in stage `held` must not wait for a step whose values need it.
+    DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
+        while (next < total && values_at.stage != held) {
             shared.keys.wait_full(keys_at);
             if (COPIES) fence_async_proxy();
-            step = {next++, keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
+            step = {keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
+            ++next;
             keys_at.next();
             values_at.next();
-            if (step.rows) return STEP;
+            if (step.rows) return true;
             shared.values.wait_full(step.values);
             __syncwarp();  // all lanes have read the bits
             release_keys(step);
             release(step);
         }
-        return END;
+        return false;
     }
+    DEVICE static int last_stage(const GatheredStep &step) { return step.values.stage; }  // that a consumer releases
     // Return the units of a step that a token of the consumer selected.
     DEVICE u32 selected(const GatheredStep &step, int token) const {
         return UNITS == 1 ? step.rows >> token & 1 : shared.selected[step.keys.stage][consumer * TQ + token];

@@ -219,12 +219,11 @@ DEVICE void produce_rows(Pipeline<N> &rows, const PipelineState<N> &at, unsigned
     ((tma_load_row_tile<COLUMNS>(to, &maps, full, tile.g, s, tile.b), to += COLUMNS / 64 * PANEL), ...);
 }
 
-constexpr int NO_LIMIT = -1, NO_MASK = -1;
-enum Found { STEP, LIMIT, END };
+constexpr int NO_MASK = -1, NO_STAGE = -1;
 
 // A step of a tile, and the consumer's tokens that selected it.
 struct Step {
-    int number, stage;
+    int stage;
     TokenBits rows;
 };
 
@@ -232,7 +231,6 @@ struct Step {
 struct StepReader {
     typedef ::Step Step;
     DEVICE static int steps_of(int blocks) { return blocks * STEPS; }
-    static constexpr int AHEAD = STAGES;  // step i + AHEAD is loaded into the stage that still holds the values of step i
     StepPipeline &pipeline;
     const int consumer;
     const u32 stages;  // wgmma operand of the first stage
@@ -243,22 +241,24 @@ struct StepReader {
         next = 0;
         total = steps;
     }
-    // Return the first key of a step if its rows need a mask, else NO_MASK.
-    DEVICE int masked_key(const Step &step, int partial_steps) const { return step.number < partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
-    // Find the next step that a row of this consumer selected. A consumer that holds a stage must not wait for step
-    // `limit`, which the producer loads into that stage.
-    DEVICE Found find(Step &step, int limit) {
-        while (next < total) {
-            if (next == limit) return LIMIT;
+    DEVICE bool over() const { return next == total; }
+    // Return the first key of the step found last if its rows need a mask, else NO_MASK.
+    DEVICE int masked_key(const Step &step, int partial_steps) const { return next <= partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
+    // Find the next step that a row of this consumer selected; return whether there is one. A consumer that holds stage
+    // `held` must not wait for a step that the producer loads into it.
+    DEVICE bool find(Step &step, int held = NO_STAGE) {
+        while (next < total && at.stage != held) {
             pipeline.wait_full(at);
-            step = {next++, at.stage, pipeline.rows[at.stage][consumer]};
+            step = {at.stage, pipeline.rows[at.stage][consumer]};
+            ++next;
             at.next();
-            if (step.rows) return STEP;
+            if (step.rows) return true;
             __syncwarp();  // all lanes have read `rows`
             release(step);
         }
-        return END;
+        return false;
     }
+    DEVICE static int last_stage(const Step &step) { return step.stage; }  // that a consumer releases
     DEVICE u32 keys(const Step &step) const { return uniform(stages + step.stage * (STAGE_BYTES / 16)); }  // operand
     DEVICE void release(const Step &step) { pipeline.release(step.stage); }
 };
@@ -324,46 +324,49 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 // READS_Q: the products read q from shared memory, so q is released after the last step.
 template <bool READS_Q = true, class Reader, class Rows, class Math>
 DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage, Math &math) {
-    typename Reader::Step coming;
-    auto find = [&](int limit) {
-        const Found found = steps.find(coming, limit);
-        if (READS_Q && found == END) {
-            __syncwarp();  // all lanes have waited for q, even without steps, so the barrier may enter its next phase
-            q.release(q_stage);
-        }
-        return found;
+    typename Reader::Step coming, after;
+    bool holds_q = READS_Q, more = steps.find(coming);
+    auto release_q = [&] {
+        __syncwarp();  // all lanes have waited for q, even without steps, so the barrier may enter its next phase
+        q.release(q_stage);
+        holds_q = false;
     };
-    Found found = find(NO_LIMIT);
-    while (found == STEP) {
+    while (more) {
         auto held = coming;  // its second GEMM has not started
         if constexpr (Math::BRIEF > 0)
-            if (held.number < partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
+            if (steps.next <= partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
                 math.template brief_step<Math::BRIEF>(held, steps.pipeline.keys[held.stage]);
                 steps.release(held);
-                found = find(NO_LIMIT);
+                more = steps.find(coming);
                 continue;
             }
         wgmma_fence();
         math.begin_products(held);
         math.template probabilities<0>(held, steps.masked_key(held, partial_steps));
         math.update_operand();
-        while ((found = find(held.number + Reader::AHEAD)) == STEP && coming.number >= partial_steps) {
-            wgmma_fence();
-            math.begin_products(coming);
-            math.begin_sums(held);
-            math.template probabilities<1>(coming, NO_MASK);
-            math.finish_probabilities();
-            wgmma_wait<0>();
-            steps.release(held);
-            math.update_operand();
-            held = coming;
-        }
+        more = steps.find(coming, Reader::last_stage(held));
+        if (more && steps.next > partial_steps) do {
+                wgmma_fence();
+                math.begin_products(coming);
+                math.begin_sums(held);
+                more = steps.find(after, Reader::last_stage(held));  // its latency is hidden by the products
+                math.template probabilities<1>(coming, NO_MASK);
+                math.finish_probabilities();
+                wgmma_wait<0>();
+                steps.release(held);
+                math.update_operand();
+                held = coming;
+                if (!more) more = steps.find(after, Reader::last_stage(held));
+                coming = after;
+            } while (more);
+        if (holds_q && !more && steps.over()) release_q();
         wgmma_fence();
         math.begin_sums(held);
         wgmma_wait<0>();
         steps.release(held);
-        if (found == LIMIT) found = find(NO_LIMIT);
+        if (!more) more = steps.find(coming);
     }
+    if (holds_q) release_q();
 }
 
 // Store an accumulator, scaled and rounded, to columns of [B,S,G,H,COLUMNS] from `first` on. Rows with scale 0 get
@@ -414,11 +417,15 @@ template <class Reader> struct Attention {
     }
     // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
     template <class Tile, class Row> DEVICE void exponentiate(Tile &s, Row takes_part) {
-        float top[2];
-        UNROLL for (int r = 0; r < 2; ++r) top[r] = takes_part(r) ? row_max(s, r) : LOWEST;
-        rises = __any_sync(ALL_LANES, top[0] > softmax.m[0] + slack || top[1] > softmax.m[1] + slack);
+        float top[2];  // of logits that may not count: without branches around row_max
+        bool higher = false;
+        UNROLL for (int r = 0; r < 2; ++r) {
+            top[r] = row_max(s, r);
+            higher |= top[r] > (takes_part(r) ? softmax.m[r] + slack : infinity());
+        }
+        rises = __any_sync(ALL_LANES, higher);
         if (rises) {
-            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(top[r]));
+            UNROLL for (int r = 0; r < 2; ++r) alpha[r] = softmax.raise(r, quad_max(takes_part(r) ? top[r] : LOWEST));
         }
         UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, takes_part(r));
     }
