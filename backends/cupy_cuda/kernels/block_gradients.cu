@@ -149,11 +149,7 @@ DEVICE void accumulate(const Steps &list, unsigned char *k_tile, unsigned char *
         wgmma_wait<0>();
         if (masked) shared.visible[at.stage].mask(x.p, dp);
         u32 weights[ROWS / 16][4], ds[ROWS / 16][4];
-        as_operands(weights, ds, s, dp, shared.delta[at.stage]);
-        wgmma_fence();
-        wgmma_add_a_b<DV>(dv, weights, do_tile + TRANSPOSED);
-        wgmma_add_a_b<DK>(dk, ds, q_tile + TRANSPOSED);
-        wgmma_commit();
+        begin_sums(dv, dk, weights, ds, s, dp, shared.delta[at.stage], do_tile, q_tile);
         if (!shares.any(step)) {
             wgmma_wait<0>();
             shared.steps.release(at.stage);

@@ -284,17 +284,22 @@ DEVICE void exponentiate(float (&s)[ROWS / 2], const float *lses, float c) {
     }
 }
 
-// Compute p^T and ds^T = p^T * (dp^T - delta), rounded to wgmma operands.
-DEVICE void as_operands(u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2], const float (&dp)[ROWS / 2],
-                        const float *deltas) {
-    UNROLL for (int j = 0; j < ROWS / 8; ++j) {
-        const float2 delta = *reinterpret_cast<const float2 *>(deltas + 8 * j + threadIdx.x % 4 * 2);
-        UNROLL for (int i = 0; i < 4; i += 2) {
-            const float low = s[4 * j + i], high = s[4 * j + i + 1];
-            p[j / 2][j % 2 * 2 + i / 2] = pack(low, high);
-            ds[j / 2][j % 2 * 2 + i / 2] = pack(low * (dp[4 * j + i] - delta.x), high * (dp[4 * j + i + 1] - delta.y));
+// Begin dv += p^T do and dk += ds^T q, ds^T = p^T * (dp^T - delta), by 16 rows of a step: the operands p and ds of some
+// are computed while the products of those before are.
+DEVICE void begin_sums(float (&dv)[DV / 2], float (&dk)[DK / 2], u32 (&p)[ROWS / 16][4], u32 (&ds)[ROWS / 16][4], const float (&s)[ROWS / 2],
+                       const float (&dp)[ROWS / 2], const float *deltas, u32 do_tile, u32 q_tile) {
+    UNROLL for (int k = 0; k < ROWS / 16; ++k) {
+        UNROLL for (int j = 0; j < 4; ++j) {
+            const int i = 8 * k + 2 * j;  // two rows of a key
+            const float2 delta = *reinterpret_cast<const float2 *>(deltas + 16 * k + j / 2 * 8 + threadIdx.x % 4 * 2);
+            p[k][j] = pack(s[i], s[i + 1]);
+            ds[k][j] = pack(s[i] * (dp[i] - delta.x), s[i + 1] * (dp[i + 1] - delta.y));
         }
+        wgmma_fence();
+        wgmma_registers(dv, p[k], descriptor(do_tile + TRANSPOSED + k * 2048 / 16));
+        wgmma_registers(dk, ds[k], descriptor(q_tile + TRANSPOSED + k * 2048 / 16));
     }
+    wgmma_commit();
 }
 
 // Destination of a consumer warp's 16 keys.
