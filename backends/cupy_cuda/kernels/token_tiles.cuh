@@ -430,8 +430,7 @@ template <class Reader> struct Attention {
         UNROLL for (int r = 0; r < 2; ++r) softmax.exponentiate(s, r, takes_part(r));
     }
     DEVICE void compute_sums_before_wait(void *nowhere) {
-        compute_before_wait(softmax.l[0], nowhere);
-        compute_before_wait(softmax.l[1], nowhere);
+        compute_before_wait(softmax.l[0] + softmax.l[1], nowhere);
     }
     DEVICE void update_operand() {
         if (rises) scale_rows(acc, alpha);
