@@ -257,9 +257,10 @@ struct GatherReader {
     DEVICE int masked_key(const GatheredStep &, int partial_steps) const { return next <= partial_steps ? 0 : NO_MASK; }
     // Find the next step that a row of this consumer selected; release others, once their values have arrived. A
     // consumer that holds values in stage `held` must not wait for a step whose values need it.
-    DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
+    template <bool WAITS = true> DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
         while (next < total && values_at.stage != held) {
-            shared.keys.wait_full(keys_at);
+            if (WAITS) shared.keys.wait_full(keys_at);
+            else if (__any_sync(ALL_LANES, !shared.keys.is_full(keys_at))) return false;
             if (COPIES) fence_async_proxy();
             step = {keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
             ++next;

@@ -245,10 +245,11 @@ struct StepReader {
     // Return the first key of the step found last if its rows need a mask, else NO_MASK.
     DEVICE int masked_key(const Step &step, int partial_steps) const { return next <= partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
     // Find the next step that a row of this consumer selected; return whether there is one. A consumer that holds stage
-    // `held` must not wait for a step that the producer loads into it.
-    DEVICE bool find(Step &step, int held = NO_STAGE) {
+    // `held` must not wait for a step that the producer loads into it. WAITS: for steps that are not loaded yet.
+    template <bool WAITS = true> DEVICE bool find(Step &step, int held = NO_STAGE) {
         while (next < total && at.stage != held) {
-            pipeline.wait_full(at);
+            if (WAITS) pipeline.wait_full(at);
+            else if (__any_sync(ALL_LANES, !pipeline.is_full(at))) return false;
             step = {at.stage, pipeline.rows[at.stage][consumer]};
             ++next;
             at.next();
@@ -349,7 +350,7 @@ DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage
                 wgmma_fence();
                 math.begin_products(coming);
                 math.begin_sums(held);
-                more = steps.find(after, Reader::last_stage(held));  // its latency is hidden by the products
+                more = steps.template find<false>(after, Reader::last_stage(held));  // in the time of the products
                 math.template probabilities<1>(coming, NO_MASK);
                 math.finish_probabilities();
                 wgmma_wait<0>();
