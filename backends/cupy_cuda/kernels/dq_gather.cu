@@ -73,14 +73,14 @@ DEVICE void differentiate(const Arguments &x, unsigned char *keys, unsigned char
         const TokenTile tile = scheduler.tile(p.G);
         const RowPair rows(p, tile, consumer);
         GatherGradient gradient(steps, q_tile, rows, p.scale_log2);
-        const int partial_steps = steps_of(scheduler.counts.y - scheduler.counts.x);
         steps.begin_tile(steps_of(scheduler.counts.y));
+        const int whole_steps = steps.left - steps_of(scheduler.counts.y - scheduler.counts.x);
         gradient.load_lse(x, tile, consumer);
         shared.q[consumer].wait_full(scheduler.at<1>());
         gradient.begin_tile(x, tile, consumer, row_memory + Q_BYTES);
         for (GatheredStep step; steps.find(step); steps.release_keys(step)) {
             gradient.begin_products(step);
-            gradient.finish_products(step, steps.next <= partial_steps);
+            gradient.finish_products(step, steps.left >= whole_steps);
             gradient.add_sums(step);
         }
         __syncwarp();  // all lanes have waited for q and do, even without steps, so the barrier may enter its next phase

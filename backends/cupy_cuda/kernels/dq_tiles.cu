@@ -48,6 +48,7 @@ struct TileGradient : Gradient<StepReader> {
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
         wgmma_a_bt<DK>(s, q_tile, keys);
+        wgmma_commit();
         if (DO_IN_REGISTERS) wgmma_a_bt<DV>(dp, d_out, keys + K_BYTES / 16);
         else wgmma_a_bt<DV>(dp, q_tile + Q_BYTES / 16, keys + K_BYTES / 16);
         wgmma_commit();
@@ -58,8 +59,12 @@ struct TileGradient : Gradient<StepReader> {
     }
     template <int PENDING> DEVICE void probabilities(const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
+        wgmma_wait<PENDING + 1>();  // compute p while dp is in flight
+        UNROLL for (int r = 0; r < 2; ++r)
+            UNROLL for (int i = 0; i < elements<decltype(s)>; ++i) element(s, r, i) = exp2_fast(element(s, r, i) * c - shift[r]);
         wgmma_wait<PENDING>();
-        logit_gradients(s, dp, c, shift, delta);
+        UNROLL for (int r = 0; r < 2; ++r)
+            UNROLL for (int i = 0; i < elements<decltype(s)>; ++i) element(s, r, i) *= element(dp, r, i) - delta[r];
         if (key != NO_MASK) rows.mask(s, key, 0.0f);
     }
 };
@@ -82,7 +87,7 @@ DEVICE void differentiate(const Arguments &x, unsigned char *stages, unsigned ch
         if (DO_IN_REGISTERS) shared.gradients[consumer].release(0);
         gradient.to_base_2();
         shared.q[consumer].wait_full(at);
-        consume_steps(steps, (scheduler.counts.y - scheduler.counts.x) * STEPS, shared.q[consumer], at.stage, gradient);
+        consume_steps(steps, scheduler.counts.x * STEPS, shared.q[consumer], at.stage, gradient);
         if (!DO_IN_REGISTERS) shared.gradients[consumer].release(0);
         gradient.write(x, tile, consumer);
     }

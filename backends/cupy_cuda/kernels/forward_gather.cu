@@ -7,7 +7,7 @@ typedef ForwardArguments Arguments;
 struct GatherAttention : Attention<GatherReader> {
     using Attention::Attention;
     static constexpr int BRIEF = 0;
-    static constexpr bool HOLDS_Q = false;
+    static constexpr bool HOLDS_Q = false, EARLY = false;
     DEVICE void begin_products(const GatheredStep &step) {
         wgmma_a_bt<DK, Layout<DK>::NEXT, Layout<DK>::GROUP>(s, uniform(q_tile), steps.keys_of(step));
         wgmma_commit();
@@ -35,6 +35,7 @@ struct GatherAttention : Attention<GatherReader> {
         exponentiate(s, [&](int r) { return units[r] != 0; });
     }
     DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.shared.raw); }
+    DEVICE bool fails() const { return false; }  // the keys are released
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1) forward_gather(const __grid_constant__ Arguments x) {

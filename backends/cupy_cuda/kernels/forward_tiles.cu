@@ -2,12 +2,15 @@
 #include "token_tiles.cuh"
 
 typedef ForwardArguments Arguments;
+constexpr int STAGES_AT = CONSUMERS * Q_BYTES + (IN_TURNS ? 64 * DV * 4 : 0);  // where the stages begin in shared memory
 
 // The `math` of consume_steps.
 struct TileAttention : Attention<StepReader> {
     // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
     static constexpr int BRIEF = !WINDOW ? 0 : TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
     static constexpr bool HOLDS_Q = IN_TURNS;  // q is an operand in registers
+    static constexpr bool EARLY = !IN_TURNS;   // in turns, the next step is hardly ever loaded
+    static constexpr float MOST = 4096.0f;  // of the sum of a step's p in a thread
     u32 q[DK / 16][4];
 
     using Attention::Attention;
@@ -23,13 +26,29 @@ struct TileAttention : Attention<StepReader> {
         wgmma_add_a_b<DV>(acc, p, steps.keys(step) + K_BYTES / 16 + TRANSPOSED);
         wgmma_commit();
     }
-    template <int PENDING>
-    DEVICE void probabilities(const Step &step, int key) { finish_logits<PENDING>(s, step, key); }
-    // Replace the logits s by p. PENDING: wgmma groups that may still be in flight.
-    template <int PENDING, class Tile> DEVICE void finish_logits(Tile &s, const Step &step, int key) {
+    template <int PENDING> DEVICE void probabilities(const Step &step, int key) {
         wgmma_wait<PENDING>();
+        if (PENDING) keep_maximum(step);
+        else raise_maximum(s, step, key);
+    }
+    // Replace the logits s by p for the maximum as it is, unless a sum is too large.
+    DEVICE void keep_maximum(const Step &step) {
+        float sums[2];
+        UNROLL for (int r = 0; r < 2; ++r) {
+            const bool takes_part = step.rows & rows.bit[r];
+            const float sum = softmax.powers(s, r, takes_part);
+            sums[r] = takes_part ? sum : 0.0f;
+        }
+        rises = named_barrier_any<128>(2 + threadIdx.x / 128, fmaxf(sums[0], sums[1]) > MOST);
+        if (!rises) UNROLL for (int r = 0; r < 2; ++r) softmax.l[r] += sums[r];
+    }
+    DEVICE bool fails() const { return rises; }
+    DEVICE void update_operand() { as_operand(p, s); }
+    // Replace the logits s by p, and raise the maximum if need be. No sums are in flight.
+    template <class Tile> DEVICE void raise_maximum(Tile &s, const Step &step, int key) {
         if (key != NO_MASK) rows.mask(s, key, -infinity());
         exponentiate(s, [&](int r) { return step.rows & rows.bit[r]; });
+        if (rises) scale_rows(acc, alpha);
     }
     template <int KEYS> DEVICE void brief_step(const Step &step, int key) {
         float few[KEYS / 2];
@@ -37,8 +56,8 @@ struct TileAttention : Attention<StepReader> {
         wgmma_fence();
         wgmma_a_bt<DK>(few, q_tile, steps.keys(step));
         wgmma_commit();
-        finish_logits<0>(few, step, key);
-        if (rises) scale_rows(acc, alpha);
+        wgmma_wait<0>();
+        raise_maximum(few, step, key);
         as_operand(operand, few);
         wgmma_fence();
         wgmma_add_a_b<DV>(acc, operand, steps.keys(step) + K_BYTES / 16 + TRANSPOSED);
@@ -92,7 +111,7 @@ DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenT
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
-    unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
+    unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = memory + STAGES_AT;
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
     if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);

@@ -247,23 +247,18 @@ struct GatherReader {
     const u32 keys, values;  // wgmma operands of the first stages
     PipelineState<STAGES> keys_at = {};
     PipelineState<VALUE_STAGES> values_at = {};
-    int next = 0, total = 0;
+    int left = 0;  // steps of the tile after the one found last
 
-    DEVICE void begin_tile(int steps) {
-        next = 0;
-        total = steps;
-    }
-    DEVICE bool over() const { return next == total; }
-    DEVICE int masked_key(const GatheredStep &, int partial_steps) const { return next <= partial_steps ? 0 : NO_MASK; }
+    DEVICE void begin_tile(int steps) { left = steps; }
+    DEVICE int masked_key(const GatheredStep &, int whole) const { return left >= whole ? 0 : NO_MASK; }
     // Find the next step that a row of this consumer selected; release others, once their values have arrived. A
     // consumer that holds values in stage `held` must not wait for a step whose values need it.
-    template <bool WAITS = true> DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
-        while (next < total && values_at.stage != held) {
-            if (WAITS) shared.keys.wait_full(keys_at);
-            else if (__any_sync(ALL_LANES, !shared.keys.is_full(keys_at))) return false;
+    template <bool = true> DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
+        while (left > 0 && values_at.stage != held) {
+            shared.keys.wait_full(keys_at);
             if (COPIES) fence_async_proxy();
             step = {keys_at, values_at, static_cast<TokenBits>(shared.tokens[keys_at.stage] >> consumer * TQ) & TOKEN_MASK};
-            ++next;
+            --left;
             keys_at.next();
             values_at.next();
             if (step.rows) return true;

@@ -94,15 +94,21 @@ struct OnlineSoftmax {
             }
     }
 
-    // The same for row r, in four chains. p = 0 if the row does not take part, unless its logits are NaN.
-    template <int N> DEVICE void exponentiate(float (&s)[N], int r, bool takes_part) {
+    // Replace row r's logits by p; return their sum, of four chains. p = 0 if the row does not take part, unless its
+    // logits are NaN.
+    template <int N> DEVICE float powers(float (&s)[N], int r, bool takes_part) const {
         const float shift = takes_part ? m[r] * c : infinity();
         float sums[4];
         UNROLL for (int i = 0; i < N / 2; ++i) {
             element(s, r, i) = exp2_fast(element(s, r, i) * c - shift);
             sums[i % 4] = i < 4 ? element(s, r, i) : sums[i % 4] + element(s, r, i);
         }
-        if (takes_part) l[r] += (sums[0] + sums[1]) + (sums[2] + sums[3]);  // else sums are 0, or NaN for non-finite q
+        return (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    }
+    // The same, and add the sum to l.
+    template <int N> DEVICE void exponentiate(float (&s)[N], int r, bool takes_part) {
+        const float sum = powers(s, r, takes_part);
+        if (takes_part) l[r] += sum;  // else it is 0, or NaN for non-finite q
     }
 };
 

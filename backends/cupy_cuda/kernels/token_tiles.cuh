@@ -235,23 +235,19 @@ struct StepReader {
     const int consumer;
     const u32 stages;  // wgmma operand of the first stage
     PipelineState<STAGES> at = {};  // pipeline state of the next step
-    int next = 0, total = 0;
+    int left = 0;  // steps of the tile after the one found last
 
-    DEVICE void begin_tile(int steps) {
-        next = 0;
-        total = steps;
-    }
-    DEVICE bool over() const { return next == total; }
-    // Return the first key of the step found last if its rows need a mask, else NO_MASK.
-    DEVICE int masked_key(const Step &step, int partial_steps) const { return next <= partial_steps ? pipeline.keys[step.stage] : NO_MASK; }
+    DEVICE void begin_tile(int steps) { left = steps; }
+    // Return the first key of the step found last if its rows need a mask, else NO_MASK. whole: steps at the end without masks.
+    DEVICE int masked_key(const Step &step, int whole) const { return left >= whole ? pipeline.keys[step.stage] : NO_MASK; }
     // Find the next step that a row of this consumer selected; return whether there is one. A consumer that holds stage
     // `held` must not wait for a step that the producer loads into it. WAITS: for steps that are not loaded yet.
     template <bool WAITS = true> DEVICE bool find(Step &step, int held = NO_STAGE) {
-        while (next < total && at.stage != held) {
+        while (left > 0 && at.stage != held) {
             if (WAITS) pipeline.wait_full(at);
             else if (__any_sync(ALL_LANES, !pipeline.is_full(at))) return false;
             step = {at.stage, pipeline.rows[at.stage][consumer]};
-            ++next;
+            --left;
             at.next();
             if (step.rows) return true;
             __syncwarp();  // all lanes have read `rows`
@@ -318,24 +314,21 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 //   probabilities<PENDING>(step, key)   turn s into p, in registers, while PENDING later wgmma groups are in flight;
 //                                       `key`: the step's first key if rows need a mask, else NO_MASK
 //   finish_probabilities()              work that must come before the wait
+//   fails()                             return whether the step needs probabilities<0>
 //   update_operand()                    round p to an operand, once the second GEMM of the step before is done
 //   begin_sums(step)                    start acc += operand * keys or values, asynchronous
 //   BRIEF                               keys of a brief step, 0 if there are none
 //   brief_step<BRIEF>(step, key)        do all of the above for the first BRIEF keys of a step
+//   EARLY                               look for the next step while the products of this one run
 // READS_Q: the products read q from shared memory, so q is released after the last step.
 template <bool READS_Q = true, class Reader, class Rows, class Math>
-DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage, Math &math) {
+DEVICE void consume_steps(Reader &steps, int whole_steps, Rows &q, int q_stage, Math &math) {
     typename Reader::Step coming, after;
-    bool holds_q = READS_Q, more = steps.find(coming);
-    auto release_q = [&] {
-        __syncwarp();  // all lanes have waited for q, even without steps, so the barrier may enter its next phase
-        q.release(q_stage);
-        holds_q = false;
-    };
+    bool more = steps.find(coming), ahead = false;  // ahead: `after` is the step after `coming`
     while (more) {
         auto held = coming;  // its second GEMM has not started
         if constexpr (Math::BRIEF > 0)
-            if (steps.next <= partial_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
+            if (steps.left >= whole_steps && steps.pipeline.visible[held.stage] <= Math::BRIEF) {
                 math.template brief_step<Math::BRIEF>(held, steps.pipeline.keys[held.stage]);
                 steps.release(held);
                 more = steps.find(coming);
@@ -343,31 +336,39 @@ DEVICE void consume_steps(Reader &steps, int partial_steps, Rows &q, int q_stage
             }
         wgmma_fence();
         math.begin_products(held);
-        math.template probabilities<0>(held, steps.masked_key(held, partial_steps));
+        math.template probabilities<0>(held, steps.masked_key(held, whole_steps));
         math.update_operand();
-        more = steps.find(coming, Reader::last_stage(held));
-        if (more && steps.next > partial_steps) do {
-                wgmma_fence();
-                math.begin_products(coming);
-                math.begin_sums(held);
-                more = steps.template find<false>(after, Reader::last_stage(held));  // in the time of the products
-                math.template probabilities<1>(coming, NO_MASK);
-                math.finish_probabilities();
-                wgmma_wait<0>();
-                steps.release(held);
-                math.update_operand();
-                held = coming;
-                if (!more) more = steps.find(after, Reader::last_stage(held));
-                coming = after;
-            } while (more);
-        if (holds_q && !more && steps.over()) release_q();
+        bool fails = false;
+        more = ahead || steps.find(after, Reader::last_stage(held));
+        coming = after;
+        ahead = false;
+        while (more && steps.left < whole_steps) {
+            wgmma_fence();
+            math.begin_products(coming);
+            math.begin_sums(held);
+            ahead = Math::EARLY && steps.template find<false>(after, Reader::last_stage(held));  // in the time of the products
+            math.template probabilities<1>(coming, NO_MASK);
+            math.finish_probabilities();
+            wgmma_wait<0>();
+            steps.release(held);
+            fails = math.fails();
+            if (fails) break;
+            math.update_operand();
+            held = coming;
+            more = ahead || steps.find(after, Reader::last_stage(held));
+            coming = after;
+            ahead = false;
+        }
+        if (fails) continue;
         wgmma_fence();
         math.begin_sums(held);
         wgmma_wait<0>();
         steps.release(held);
         if (!more) more = steps.find(coming);
     }
-    if (holds_q) release_q();
+    if (!READS_Q) return;
+    __syncwarp();  // all lanes have waited for q, even without steps, so the barrier may enter its next phase
+    q.release(q_stage);
 }
 
 // Store an accumulator, scaled and rounded, to columns of [B,S,G,H,COLUMNS] from `first` on. Rows with scale 0 get
@@ -465,7 +466,7 @@ DEVICE void attend_tiles(const ForwardArguments &x, Reader steps, unsigned char 
             __syncwarp();  // all lanes have read q
             shared.q[consumer].release(0);
         }
-        consume_steps<!Math::HOLDS_Q>(steps, Reader::steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], 0, attention);
+        consume_steps<!Math::HOLDS_Q>(steps, steps.left - Reader::steps_of(scheduler.counts.y - scheduler.counts.x), shared.q[consumer], 0, attention);
         finish(attention, tile);
     }
 }
@@ -484,6 +485,7 @@ template <class Reader> struct Gradient {
     Reader &steps;
     const u32 q_tile;  // wgmma operand in shared memory
     static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
+    static constexpr bool EARLY = false;
     const RowPair &rows;
     const float c;
     float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0
@@ -509,6 +511,7 @@ template <class Reader> struct Gradient {
         UNROLL for (int r = 0; r < 2; ++r) lse[r] = lse[r] == -infinity() ? infinity() : lse[r] * LOG2_E;
     }
     DEVICE void finish_probabilities() {}
+    DEVICE bool fails() const { return false; }
     DEVICE void update_operand() { as_operand(ds, s); }
     template <class Arguments> DEVICE void write(const Arguments &x, const TokenTile &tile, int consumer) {
         float scale[2];
