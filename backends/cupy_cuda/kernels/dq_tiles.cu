@@ -48,7 +48,7 @@ struct TileGradient : Gradient<StepReader> {
     DEVICE void begin_products(const Step &step) {
         const u32 keys = steps.keys(step);
         wgmma_a_bt<DK>(s, q_tile, keys);
-        wgmma_commit();
+        if (DO_IN_REGISTERS) wgmma_commit();
         if (DO_IN_REGISTERS) wgmma_a_bt<DV>(dp, d_out, keys + K_BYTES / 16);
         else wgmma_a_bt<DV>(dp, q_tile + Q_BYTES / 16, keys + K_BYTES / 16);
         wgmma_commit();
@@ -59,12 +59,17 @@ struct TileGradient : Gradient<StepReader> {
     }
     template <int PENDING> DEVICE void probabilities(const Step &step, int key) {
         const float shift[2] = {step.rows & rows.bit[0] ? lse[0] : infinity(), step.rows & rows.bit[1] ? lse[1] : infinity()};
-        wgmma_wait<PENDING + 1>();  // compute p while dp is in flight
-        UNROLL for (int r = 0; r < 2; ++r)
-            UNROLL for (int i = 0; i < elements<decltype(s)>; ++i) element(s, r, i) = exp2_fast(element(s, r, i) * c - shift[r]);
-        wgmma_wait<PENDING>();
-        UNROLL for (int r = 0; r < 2; ++r)
-            UNROLL for (int i = 0; i < elements<decltype(s)>; ++i) element(s, r, i) *= element(dp, r, i) - delta[r];
+        if constexpr (DO_IN_REGISTERS) {
+            wgmma_wait<PENDING + 1>();  // compute p while dp is in flight
+            UNROLL for (int r = 0; r < 2; ++r)
+                UNROLL for (int i = 0; i < KEYS / 4; ++i) element(s, r, i) = exp2_fast(element(s, r, i) * c - shift[r]);
+            wgmma_wait<PENDING>();
+            UNROLL for (int r = 0; r < 2; ++r)
+                UNROLL for (int i = 0; i < KEYS / 4; ++i) element(s, r, i) *= element(dp, r, i) - delta[r];
+        } else {
+            wgmma_wait<PENDING>();
+            logit_gradients(s, dp, c, shift, delta);
+        }
         if (key != NO_MASK) rows.mask(s, key, 0.0f);
     }
 };
