@@ -307,6 +307,17 @@ def test_tiles_of_tokens_that_selected_alike(monkeypatch: pytest.MonkeyPatch, la
         check_both("cupy-cuda", q, k, v, Selection(ranges, block), q_pos=q_pos)
 
 
+@pytest.mark.parametrize("lane", [EMULATED, pytest.param(ON_GPU, marks=ON_GPU.marks())])
+@pytest.mark.parametrize("h", [1, 4])
+def test_weights_that_exceed_the_maximum_by_far(monkeypatch: pytest.MonkeyPatch, lane: Lane, h: int) -> None:
+    """Tiles begin with the last blocks. Logits of some rows with earlier blocks, and of their warps alone, are larger by hundreds."""
+    lane.open(monkeypatch)
+    q, k, v = make_qkv(1, 70, 1, h, 64, 64, S_kv=700, dtype=lane.dtype, device=lane.place)
+    k *= (10 - torch.arange(700, device=lane.place) // 64)[:, None]
+    q[:, ::7] *= 20
+    check_both("cupy-cuda", q, k, v, make_blocks(1, 70, 1, 700, 8, 64, device=lane.place))
+
+
 # dk and dv by lists
 
 
