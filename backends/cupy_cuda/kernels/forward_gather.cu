@@ -7,7 +7,7 @@ typedef ForwardArguments Arguments;
 struct GatherAttention : Attention<GatherReader> {
     using Attention::Attention;
     static constexpr int BRIEF = 0;
-    static constexpr bool HOLDS_Q = false, EARLY = false;
+    static constexpr bool HOLDS_Q = false;
     DEVICE void begin_products(const GatheredStep &step) {
         wgmma_a_bt<DK, Layout<DK>::NEXT, Layout<DK>::GROUP>(s, uniform(q_tile), steps.keys_of(step));
         wgmma_commit();

@@ -2,15 +2,13 @@
 #include "token_tiles.cuh"
 
 typedef ForwardArguments Arguments;
-constexpr int STAGES_AT = CONSUMERS * Q_BYTES + (IN_TURNS ? 64 * DV * 4 : 0);  // where the stages begin in shared memory
 
 // The `math` of consume_steps.
 struct TileAttention : Attention<StepReader> {
     // Windows of a multiple of KEYS: only the last step is brief, with the keys after the tile's first token.
     static constexpr int BRIEF = !WINDOW ? 0 : TOKENS <= 17 ? 16 : TOKENS <= 33 ? 32 : 0;
     static constexpr bool HOLDS_Q = IN_TURNS;  // q is an operand in registers
-    static constexpr bool EARLY = !IN_TURNS;   // in turns, the next step is hardly ever loaded
-    static constexpr float MOST = 4096.0f;  // of the sum of a step's p in a thread
+    static constexpr float MOST = 4096.0f;     // of a thread's sum of p in a step: p stays below 2^12
     u32 q[DK / 16][4];
 
     using Attention::Attention;
@@ -31,7 +29,8 @@ struct TileAttention : Attention<StepReader> {
         if (PENDING) keep_maximum(step);
         else raise_maximum(s, step, key);
     }
-    // Replace the logits s by p for the maximum as it is, unless a sum is too large.
+    // Replace the logits s by p for the maximum as it is. If a sum of the warpgroup is too large, the step is repeated
+    // with `raise_maximum`: most steps need no look at all logits.
     DEVICE void keep_maximum(const Step &step) {
         float sums[2];
         UNROLL for (int r = 0; r < 2; ++r) {
@@ -64,7 +63,7 @@ struct TileAttention : Attention<StepReader> {
         wgmma_commit();
         wgmma_wait<0>();
     }
-    DEVICE void finish_probabilities() { compute_sums_before_wait(&steps.pipeline.raw); }  // any shared address
+    DEVICE void finish_probabilities() {}
 };
 
 // IN_TURNS: a row's result is the merge of both consumers' partial sums. Each consumer finishes half of the columns.
@@ -111,7 +110,7 @@ DEVICE void join_and_write(TileAttention &mine, const Arguments &x, const TokenT
 extern "C" __global__ void __launch_bounds__(THREADS, PER_SM) forward_tiles(const __grid_constant__ Arguments x) {
     extern __shared__ __align__(1024) unsigned char memory[];  // q per consumer, `exchange`, stages of K and V
     __shared__ Shared shared;
-    unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = memory + STAGES_AT;
+    unsigned char *exchange = memory + CONSUMERS * Q_BYTES, *stages = exchange + (IN_TURNS ? 64 * DV * 4 : 0);
     if (threadIdx.x == 0) shared.init();
     wait_for_stream();
     if (FEW_TOKENS) make_union<THREADS>(x.p, blockIdx.x / static_cast<u32>(x.p.G), blockIdx.x % static_cast<u32>(x.p.G), 0, x.p.S);

@@ -253,7 +253,7 @@ struct GatherReader {
     DEVICE int masked_key(const GatheredStep &, int whole) const { return left >= whole ? 0 : NO_MASK; }
     // Find the next step that a row of this consumer selected; release others, once their values have arrived. A
     // consumer that holds values in stage `held` must not wait for a step whose values need it.
-    template <bool = true> DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
+    DEVICE bool find(GatheredStep &step, int held = NO_STAGE) {
         while (left > 0 && values_at.stage != held) {
             shared.keys.wait_full(keys_at);
             if (COPIES) fence_async_proxy();

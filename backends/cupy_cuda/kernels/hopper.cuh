@@ -24,13 +24,6 @@ DEVICE void mbarrier_wait(u64 *bar, int parity) {
     u32 done;
     do MBARRIER_TRY_WAIT(""); while (!done);
 }
-// Return whether the phase is complete.
-DEVICE bool mbarrier_test(u64 *bar, int parity) {
-    u32 done;
-    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done) : "r"(shared_address(bar)), "r"(parity) : "memory");
-    return done;
-}
 // Wait with acquire semantics over the cluster, for data that other CTAs wrote (store_async).
 DEVICE void mbarrier_wait_cluster(u64 *bar, int parity) {
     u32 done;

@@ -21,7 +21,6 @@ template <int N> struct Pipeline {
         }
     }
     DEVICE void wait_full(const PipelineState<N> &at) { mbarrier_wait(&full[at.stage], at.parity); }
-    DEVICE bool is_full(const PipelineState<N> &at) { return mbarrier_test(&full[at.stage], at.parity); }
     DEVICE void wait_empty(const PipelineState<N> &at) { mbarrier_wait(&empty[at.stage], at.parity ^ 1); }
     // One lane arrives for its warp.
     DEVICE void announce(int stage) {

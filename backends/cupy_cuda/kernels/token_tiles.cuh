@@ -238,14 +238,14 @@ struct StepReader {
     int left = 0;  // steps of the tile after the one found last
 
     DEVICE void begin_tile(int steps) { left = steps; }
-    // Return the first key of the step found last if its rows need a mask, else NO_MASK. whole: steps at the end without masks.
+    // Return the first key of the step found last if its rows need a mask, else NO_MASK. whole: steps, the last ones,
+    // that need none.
     DEVICE int masked_key(const Step &step, int whole) const { return left >= whole ? pipeline.keys[step.stage] : NO_MASK; }
     // Find the next step that a row of this consumer selected; return whether there is one. A consumer that holds stage
-    // `held` must not wait for a step that the producer loads into it. WAITS: for steps that are not loaded yet.
-    template <bool WAITS = true> DEVICE bool find(Step &step, int held = NO_STAGE) {
+    // `held` must not wait for a step that the producer loads into it.
+    DEVICE bool find(Step &step, int held = NO_STAGE) {
         while (left > 0 && at.stage != held) {
-            if (WAITS) pipeline.wait_full(at);
-            else if (__any_sync(ALL_LANES, !pipeline.is_full(at))) return false;
+            pipeline.wait_full(at);
             step = {at.stage, pipeline.rows[at.stage][consumer]};
             --left;
             at.next();
@@ -314,17 +314,16 @@ struct RowPair : If<ORDERED, RecomputedLimits, StoredLimits> {
 //   probabilities<PENDING>(step, key)   turn s into p, in registers, while PENDING later wgmma groups are in flight;
 //                                       `key`: the step's first key if rows need a mask, else NO_MASK
 //   finish_probabilities()              work that must come before the wait
-//   fails()                             return whether the step needs probabilities<0>
+//   fails()                             return whether p is too large: the step is repeated, with probabilities<0>
 //   update_operand()                    round p to an operand, once the second GEMM of the step before is done
 //   begin_sums(step)                    start acc += operand * keys or values, asynchronous
 //   BRIEF                               keys of a brief step, 0 if there are none
 //   brief_step<BRIEF>(step, key)        do all of the above for the first BRIEF keys of a step
-//   EARLY                               look for the next step while the products of this one run
 // READS_Q: the products read q from shared memory, so q is released after the last step.
 template <bool READS_Q = true, class Reader, class Rows, class Math>
 DEVICE void consume_steps(Reader &steps, int whole_steps, Rows &q, int q_stage, Math &math) {
-    typename Reader::Step coming, after;
-    bool more = steps.find(coming), ahead = false;  // ahead: `after` is the step after `coming`
+    typename Reader::Step coming;
+    bool more = steps.find(coming);
     while (more) {
         auto held = coming;  // its second GEMM has not started
         if constexpr (Math::BRIEF > 0)
@@ -339,14 +338,10 @@ DEVICE void consume_steps(Reader &steps, int whole_steps, Rows &q, int q_stage, 
         math.template probabilities<0>(held, steps.masked_key(held, whole_steps));
         math.update_operand();
         bool fails = false;
-        more = ahead || steps.find(after, Reader::last_stage(held));
-        coming = after;
-        ahead = false;
-        while (more && steps.left < whole_steps) {
+        while ((more = steps.find(coming, Reader::last_stage(held))) && steps.left < whole_steps) {
             wgmma_fence();
             math.begin_products(coming);
             math.begin_sums(held);
-            ahead = Math::EARLY && steps.template find<false>(after, Reader::last_stage(held));  // in the time of the products
             math.template probabilities<1>(coming, NO_MASK);
             math.finish_probabilities();
             wgmma_wait<0>();
@@ -355,9 +350,6 @@ DEVICE void consume_steps(Reader &steps, int whole_steps, Rows &q, int q_stage, 
             if (fails) break;
             math.update_operand();
             held = coming;
-            more = ahead || steps.find(after, Reader::last_stage(held));
-            coming = after;
-            ahead = false;
         }
         if (fails) continue;
         wgmma_fence();
@@ -402,7 +394,7 @@ struct ForwardArguments {
 // One consumer's attention over a tile, of forward_tiles.cu and forward_gather.cu:
 //   s = q k^T,  p = 2^(c (s - m)),  o = sum_j p_j v_j / l,  lse = c m + log2 l         (softmax.cuh)
 // The running maximum m is lazy: it rises only if c (s - m) exceeds SLACK, so that most steps need no reduction over
-// lanes and do not rescale acc. p stays below 2^SLACK, and o = acc / l does not depend on m.
+// lanes and do not rescale acc. p stays below 2^SLACK (forward_tiles.cu: 2^12), and o = acc / l does not depend on m.
 template <class Reader> struct Attention {
     Reader &steps;
     const u32 q_tile;  // wgmma operand in shared memory
@@ -419,7 +411,7 @@ template <class Reader> struct Attention {
     }
     // Replace logits by p, and compute alpha if a maximum rises. takes_part(r): row r selected some of the step's keys.
     template <class Tile, class Row> DEVICE void exponentiate(Tile &s, Row takes_part) {
-        float top[2];  // of logits that may not count: without branches around row_max
+        float top[2];  // even of a row that does not take part, so that nothing branches
         bool higher = false;
         UNROLL for (int r = 0; r < 2; ++r) {
             top[r] = row_max(s, r);
@@ -485,7 +477,6 @@ template <class Reader> struct Gradient {
     Reader &steps;
     const u32 q_tile;  // wgmma operand in shared memory
     static constexpr int BRIEF = 0;  // docs/kernels.md, "Tried and dropped"
-    static constexpr bool EARLY = false;
     const RowPair &rows;
     const float c;
     float delta[2], lse[2];  // lse in base 2; infinity for a row without keys, so that p = 0

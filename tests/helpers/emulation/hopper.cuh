@@ -43,7 +43,6 @@ DEVICE void mbarrier_arrive_expect(u64 *bar, int bytes) {
 DEVICE void mbarrier_wait(u64 *bar, int parity) {
     wait_until([](const void *bar, int parity) { return passed(static_cast<const u64 *>(bar), parity); }, bar, parity);
 }
-DEVICE bool mbarrier_test(u64 *bar, int parity) { return passed(bar, parity); }
 DEVICE void mbarrier_wait_cluster(u64 *bar, int parity) { mbarrier_wait(bar, parity); }
 DEVICE void fence_async_proxy() {}
 
