@@ -22,7 +22,7 @@ from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.calls import Wrong, assert_in_order, message_of
-from tests.helpers.policy_cases import A100, CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
+from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, UNKNOWN, replace, settings
 
 GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
 LIMITS = Limits(dtypes={"cuda": ("float16", "bfloat16", "float32")})
@@ -163,13 +163,6 @@ def test_a_users_preference_precedes_predicted_times(configure: Callable[[str], 
     assert mine.backward == by_time.backward  # of which the file says nothing
     assert mine.rule.startswith(f"first of the preference ({file}), which goes before predicted times; backward: least predicted time")
     assert mine.predictions == by_time.predictions
-
-
-def test_profiles_without_costs_decide_by_preference() -> None:
-    for device in (CPU, RTX4090, TOO_OLD):
-        assert settings_for(device).costs is None
-    decision = ask(SHORT, costs=None)
-    assert (decision.forward, decision.predictions, decision.rule) == (GROUP, (), "first of the preference (built-in)")
 
 
 # Counting
