@@ -199,7 +199,7 @@ def measure(
     sizes: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix. quick: one size of each, and fewer calls.
     """
     if csv is not None:
-        output_file("--csv", csv, make_folder=True)
+        output_file("--csv", csv)
     if any(decodings) and sizes["dist"]:
         raise ArgumentError("--dist", repr(sizes["dist"]), "none with --decode", "leave it out: decoded rows select whole blocks")
     if streams > 1 and device == "cpu":

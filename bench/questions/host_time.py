@@ -195,7 +195,7 @@ def main(
 ) -> None:
     """Time the stand-in, the policy's choice, dense attention, and every backend that takes the call; print a table and
     write the rows."""
-    output_file("--out", out, make_folder=True)
+    output_file("--out", out)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
     dtype = "float32" if where == "cpu" else CASE.dtype

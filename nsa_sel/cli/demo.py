@@ -140,7 +140,7 @@ def run(setting: Setting, advance: Advance = lambda what, done: None) -> Result:
 
     chosen = str(decision.forward) if decision.forward == decision.backward else f"{decision.forward} + {decision.backward}"
     candidates: list[tuple[Row, Attend]] = [
-        (Row(name=MASKED), lambda q, k, v: contenders.masked_sdpa(q, k, v, mask)),  # first: others are compared with its gradients
+        (Row(name=MASKED), lambda q, k, v: contenders.masked_sdpa(q, k, v, *mask)),  # first: others are compared with its gradients
         (Row(name=chosen, policy_choice=True), by(None)),
         (Row(name=DENSE), lambda q, k, v: contenders.dense_causal_sdpa(q, k, v, kernel="any")),
     ]

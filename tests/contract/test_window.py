@@ -370,4 +370,4 @@ def test_window_calls_that_cuda_leaves_to_triton(lane: Kernels, monkeypatch: pyt
         WindowCall(q[..., :1, :], k, v, 512, 1.0),
     ):
         assert not window_cuda.supports(call, device_info(q.device))
-        assert window_cuda.forward(*call[:5], call.bounds) == ("o", "lse")
+        assert window_cuda.forward(call.q, call.k, call.v, call.window, call.scale, call.bounds) == ("o", "lse")
