@@ -123,6 +123,13 @@ def packed_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def cheapest_backend(request: pytest.FixtureRequest) -> None:
+    """`packed_sdpa` on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue("packed_sdpa")
+
+
+@pytest.fixture
 def no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     for load in ("load", "load_chooser"):
         monkeypatch.setattr(registry, load, mock.Mock(side_effect=AssertionError("a backend was loaded, although the call is wrong")))

@@ -21,10 +21,7 @@ from tests.helpers.layer import poison
 S = 70
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Force the backend that compiles nothing."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 def layer(device: str = "cpu", **options: Any) -> MSAttention:

@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -614,14 +613,6 @@ def check_keys_of_calls(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> Non
     check_both(lane.name, *given, selection_of(lane, shape, S, S_kv))
 
 
-def check_fallback(lane: Lane, direction: str, patch: pytest.MonkeyPatch) -> None:
-    """A forced backend that fails raises."""
-    qkv, selection = problem(lane, lane.shapes()[0])
-    patch.setattr(registry.load(lane.name), direction, mock.Mock(side_effect=RuntimeError("no such kernel")))
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        attend(lane.name, *(x.requires_grad_() for x in qkv), selection)[0].sum().backward()
-
-
 class Asked(NamedTuple):
     """A cell of the matrix that the requirements ask for: how L keys of a row are cut, head dims, and heads."""
 
@@ -694,7 +685,6 @@ PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable
     "repeats": (check_repeats, lambda lane: [1, 8] if lane.device == "cuda" else [1, 2]),
     "most-ranges": (check_most_ranges, lambda lane: [] if lane.slow and lane.backend.shares == "blocks" else [2048]),
     "call-keys": (check_keys_of_calls, lambda lane: [] if lane.slow else ["q", "k", "v", "needs-grad"]),
-    "failure": (check_fallback, lambda lane: ["forward", "backward"]),
     "autocast": (check_autocast, lambda lane: [torch.float16] if lane.slow else [torch.float16, torch.bfloat16]),
     "growing": (check_growing, lambda lane: [] if lane.slow else [4]),
     "host": (check_host, lambda lane: ["eager", "debug"] if lane.device == "cuda" else [] if lane.slow else ["debug"]),
