@@ -204,7 +204,6 @@ class MSAttention(nn.Module):
         return self.groups, self.head_dim, self.head_dim, weight.dtype, weight.device, (("index_dim", self.indexer.dim),)
 
     def extra_repr(self) -> str:
-        """Return the options that print(layer) shows."""
         names = ("width", "groups", "heads", "head_dim", "rotary_dim", "rotary_base", "loss_weight", "backend", "warm_up")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
@@ -246,7 +245,6 @@ class Indexer(nn.Module):
         return {"block_size": self.block_size, "n": self.n, "local": self.local, **score}
 
     def extra_repr(self) -> str:
-        """Return the options that print(layer) shows."""
         return f"block_size={self.block_size}, n={self.n}, local={self.local}, block_score={self.block_score!r}"
 
 

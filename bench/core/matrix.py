@@ -9,7 +9,6 @@ Triton beside packed SDPA; on a CPU in float32, numba beside it.
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 from collections.abc import Sequence
 from itertools import product
@@ -211,11 +210,6 @@ def measure(
         chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
         rows += run(chosen, out / "rows.jsonl", device, console)
     return rows, write(out, out, rows, csv)
-
-
-def default_folder() -> Path:
-    """Return where results of today go, below the current folder."""
-    return RESULTS / datetime.date.today().isoformat()
 
 
 def numbers(flag: str, text: str) -> list[int]:

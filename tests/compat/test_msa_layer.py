@@ -63,7 +63,6 @@ def near(got: Any, wanted: Any, error: float) -> None:
 
 
 def gradients(made: MSAttention) -> dict[str, Tensor]:
-    """Return the gradients of all parameters that have one, by name."""
     return {name: parameter.grad.clone() for name, parameter in made.named_parameters() if parameter.grad is not None}
 
 

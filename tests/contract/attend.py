@@ -712,7 +712,6 @@ def cells(*devices: str, only: tuple[str, ...] = (), leave_out: tuple[str, ...] 
 
 
 def run(behavior: str, lane: Lane, what: Any, patch: pytest.MonkeyPatch) -> None:
-    """Run a cell."""
     lane.open(patch)
     check = SHAPED[behavior] if behavior in SHAPED else PLAIN[behavior][0]
     check(lane, what, patch)

@@ -182,7 +182,6 @@ class QuantizedCache(NamedTuple):
         return self._replace(scales=scales, exact=self.exact._replace(**exact))
 
     def asked(self, q: Tensor) -> QuantizedCache:
-        """With other queries."""
         return self._replace(cache=self.cache._replace(q=q), exact=self.exact._replace(q=q))
 
 
@@ -224,7 +223,6 @@ def shared_by_sequences(given: QuantizedCache) -> QuantizedCache:
 
 
 def called(given: QuantizedCache, backend: str | None) -> tuple[Tensor, Tensor]:
-    """o and lse."""
     o, lse = selection_attention_with_kvcache(*given.cache, **given.scales, return_lse=True, backend=backend)
     return o, lse
 

@@ -146,9 +146,8 @@ def oracle_results(
 
 
 def plain_results(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None = None, scale: float | None = None,
-    q_pos: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None, scale: float | None, q_pos: Tensor | None
+) -> tuple[Tensor, ...]:
     """o, lse, dq, dk, dv of the baseline."""
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     o, lse = dense_attention(*inputs, ranges, scale, q_pos)

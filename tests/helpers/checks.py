@@ -77,13 +77,13 @@ EMPTY_PLACES = ("q", "do", "dlse", "keys", "all")
 ALL_POISONS = {"nan": EMPTY_PLACES, **dict.fromkeys(("inf", "negative", "huge"), ("all",))}  # and where to put each
 
 
-def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None) -> Run:
+def through(backend: str, selection: Selection) -> Run:
     """A run of `backend`, forced, with the recorded decision asserted, and plans of its own."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with new_memory_is_nan():
-            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size), q_pos=q_pos)
+            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size))
             return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), inputs, (do, dlse))
 
     return run

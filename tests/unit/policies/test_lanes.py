@@ -33,7 +33,6 @@ def routed(device: DeviceInfo, request: Request = LONG, offers: tuple[Offer, ...
 
 
 def off(device: DeviceInfo) -> bool:
-    """Return True if the ADR's rule covers this device."""
     return device.sm == 89
 
 
