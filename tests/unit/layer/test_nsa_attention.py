@@ -18,7 +18,7 @@ from nsa_sel.settings.config import settings_for
 from nsa_sel.three_branches import Inputs
 from tests.helpers import layer as nsa_reference
 from tests.helpers.calls import assert_refused, counted, each_of, refused
-from tests.helpers.layer import SMALL, by_autograd, check_deltas, check_gate, check_gate_parts, gated, make_layer
+from tests.helpers.layer import SMALL, by_autograd, check_deltas, check_gate, gated, make_layer
 
 pytestmark = pytest.mark.usefixtures("cheapest_backend")
 
@@ -142,12 +142,6 @@ def test_gate_kernels_match_autograd(dtype: torch.dtype, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("Dv", [1, 24, 64, 128, 192, 256])
 def test_gate_kernels_match_autograd_on_a_gpu(dtype: torch.dtype, Dv: int) -> None:
     check_gate(dtype, "cuda", Dv)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "Dv"), [(torch.bfloat16, 128), (torch.float32, 24)])
-def test_parts_of_the_gated_sum_are_those_of_the_whole_on_a_gpu(dtype: torch.dtype, Dv: int) -> None:
-    check_gate_parts(dtype, Dv)
 
 
 def test_the_gated_sum_goes_through_the_kernels_and_saves_four_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
