@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +17,7 @@ from tests.helpers.cases import assert_forward, assert_within_twice_baseline
 from tests.helpers.gpus import RERUNS, captured, replayed
 
 LENGTHS = (0, 1, 9, 150)  # shorter than a block among them
+SPARE = 3  # pages of a pool that no sequence has
 
 
 class Cache(NamedTuple):
@@ -71,23 +72,23 @@ def make_cache(
         selection = Selection.from_blocks(order.int() if seed % 2 else order, block)
     table, caches = None, whole
     if page_size is not None:
-        each = -(-room // page_size)
         used = [-(-length // page_size) for length in lengths]
-        order = torch.randperm(sum(used) + 3, generator=generator).int()
-        table = torch.full((B, each), -1, dtype=torch.int32)
-        caches = [torch.full((len(order), page_size, *x.shape[2:]), torch.nan) for x in whole]
-        taken = 0
-        for b in range(B):
-            for i in range(used[b]):
-                table[b, i] = order[taken]
-                for cache, x in zip(caches, whole, strict=True):
-                    part = x[b, i * page_size : (i + 1) * page_size]
-                    cache[order[taken], : len(part)] = part
-                taken += 1
+        table = shuffled_pages(used, -(-room // page_size), generator)
+        caches = [torch.full((sum(used) + SPARE, page_size, *x.shape[2:]), torch.nan) for x in whole]
+        for b, i in (table >= 0).nonzero().tolist():
+            for cache, x in zip(caches, whole, strict=True):
+                part = x[b, i * page_size : (i + 1) * page_size]
+                cache[table[b, i], : len(part)] = part
     tensors = [x.to(dtype).to(device) for x in (q, *caches)]
     return Cache(
         *tensors, selection.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), None if table is None else table.to(device)
     )
+
+
+def shuffled_pages(used: Sequence[int], room: int, generator: torch.Generator) -> Tensor:
+    """Return a block table [sequences,room] of so many pages each, of a pool of `SPARE` more, and -1 after a sequence's last."""
+    order = iter(torch.randperm(sum(used) + SPARE, generator=generator).tolist())
+    return torch.tensor([[next(order) if i < count else -1 for i in range(room)] for count in used], dtype=torch.int32)
 
 
 def gathered(cache: Cache) -> tuple[Tensor, Tensor]:
