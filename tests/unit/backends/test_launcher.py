@@ -447,8 +447,27 @@ def test_shortcuts_replay_passes_of_their_class_alone(driver: list[str]) -> None
     assert known["backward"](call.selection, *tensors, o, lse, do.transpose(1, 2).contiguous().transpose(1, 2)) is None
     assert known["backward"](call.selection, *tensors, o, lse, o) is None  # a tensor twice
     assert known["backward"](call.selection, *tensors, o, lse, None) is None
+    strided = do.transpose(1, 2).contiguous().transpose(1, 2)
+    for _ in range(3):  # later passes of other strides leave the shortcut as it is
+        assert_equal(list(cupy_cuda.backward(call, o, lse, strided, None)), gradients)
+    call.selection.forget_plans()
+    call.disjoint_ranges()
+    assert_equal(list(known["backward"](call.selection, *tensors, o, lse, do)), gradients)
     call.selection.measure()
     assert known["forward"](call.selection, *tensors) is None
+
+
+@needs_compiler
+def test_few_rows_of_one_block_have_a_shortcut_that_makes_no_ranges(ranges_kernel: None, driver: list[str]) -> None:
+    known: dict[Any, Any] = {REPEATED: True}
+    for seed in range(3):
+        call, plain = call_of(seed, known, S=4, D=64), call_of(seed, None, S=4, D=64)
+        blocks = torch.randint(-1, 5, (2, 4, 2, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+        call.selection, plain.selection = Selection.from_blocks(blocks, 16), Selection(whole_blocks(blocks, 16), 16)
+        wanted = list(cupy_cuda.forward(plain))
+        assert_equal(list(cupy_cuda.forward(call)), wanted)
+        assert seed < 1 or torch.equal(known["forward"](call.selection, call.q, call.k, call.v)[0], wanted[0])
+    assert call.selection.indices is blocks
 
 
 @needs_compiler
