@@ -38,8 +38,8 @@ def backward_of_any_scale(backward: Function) -> Function:
         dlse = None if dlse is None else dlse.contiguous()
         if call.scale >= 0:
             return replayed(call, backward, (o, lse, do, dlse))
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
+        dq, *others = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, *others
 
     return cast(Function, run)
 

@@ -162,7 +162,8 @@ def check_case(lane: Lane, case: Index, dtype: torch.dtype) -> None:
     cache = make_cache(lane, case, dtype)
     B, n = len(cache.q), case.rule.n + bool(case.pool.get("tail"))
     out = torch.full((B, case.S_q, case.G, n), -7, dtype=torch.int64, device=lane.place)
-    selection = chosen(lane, case, cache, out=out)
+    version, selection = out._version, chosen(lane, case, cache, out=out)
+    assert out._version > version
     request = decisions()[-1].request
     assert decisions()[-1].forward == lane.name
     assert (request.page_size, request.quantized is None) == (case.page, case.each is None)

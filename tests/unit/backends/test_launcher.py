@@ -549,7 +549,10 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
         assert_equal(list(cupy_cuda.backward(call, o, lse, do, None)), list(cupy_cuda.backward(plain, o, lse, do, None)))
         assert played == [1]  # the forward
         return
-    assert_equal(passes(call, 1), passes(plain, 1))
+    wanted = passes(plain, 1)
+    assert_equal(passes(call, 1), wanted)
+    if what == "negative scale":
+        assert_equal(list(cupy_cuda.backward_and_delta(call, *wanted[:2], make_grads(call.q, call.v, 1)[0], None)[:3]), wanted[2:])
     assert bool(played) == (what in ("unaligned", "refused"))  # neither started
 
 
