@@ -147,13 +147,13 @@ def captured(device: int, start: Callable[[int], int]) -> Graph | None:
     graph, made = ctypes.c_void_p(), ctypes.c_void_p()
     if Graph.alive >= MOST_GRAPHS:
         return None
-    if device not in thread.captures:
-        stream = ctypes.c_void_p()
-        if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
-            return None
-        thread.captures[device] = stream.value or 0
-    on = thread.captures[device]
     with relaxed():
+        if device not in thread.captures:
+            stream = ctypes.c_void_p()
+            if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
+                return None
+            thread.captures[device] = stream.value or 0
+        on = thread.captures[device]
         if _function("cuStreamBeginCapture_v2", 2)(on, _RELAXED):
             return None
         status = start(on)
