@@ -492,6 +492,8 @@ def _check_result(
     """Raise ArgumentError unless x has this shape and one of the dtypes, is on q's device, and its strides are fit: of the
     `layout`."""
     check_tensors(**{name: x})
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(name, "a tensor that requires gradients", "none: it has no gradient", f"pass {name}.detach()")
     if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device or not fits:
         raise ArgumentError(
             name,
