@@ -169,19 +169,14 @@ def _plain_numbers(scale: object, most: object, flag: object) -> bool:
 
 def _given_or_made(made: tuple[Tensor, ...], given: tuple[Tensor | None, Tensor | None], return_lse: bool) -> Any:
     """Return o, or o and lse, of which those that are not given were made."""
-    _written_unseen(*given)
+    for x in given:
+        if x is not None:  # autograd, which may have saved it, does not see what kernels write
+            torch.autograd.graph.increment_version(x)
     o, lse = given
     o = made[0] if o is None else o
     if not return_lse:
         return o
     return o, made[-1] if lse is None else lse
-
-
-def _written_unseen(*given: Tensor | None) -> None:
-    """Let PyTorch notice that kernels wrote these: autograd that has saved one, and a selection of earlier block indices."""
-    for x in given:
-        if x is not None:
-            torch.autograd.graph.increment_version(x)
 
 
 def choose_blocks_with_kvcache(
@@ -238,7 +233,6 @@ def choose_blocks_with_kvcache(
         again = run.Repeated.of(facts, q, k_cache, cache_seqlens, block_table, cu_seqlens_q, k_scale, out)
         made = None if again is None else again.replay()
         if made is not None:
-            _written_unseen(out)
             chosen = made[0] if made else out if cu_seqlens_q is None else out[: len(q)]  # type: ignore[index]
             return Selection.of_chosen(chosen, block_size)  # type: ignore[arg-type]
     transforms.check_traced("choose_blocks_with_kvcache", q, k_cache, k_cache)
@@ -284,7 +278,6 @@ def _choose(
         return () if out is not None else (chosen if requests is None else chosen.squeeze(0),)
 
     made = work() if again is None else again.run(work)
-    _written_unseen(out)
     return made[0] if made else out if requests is None else out.squeeze(0)  # type: ignore[union-attr, return-value]
 
 
