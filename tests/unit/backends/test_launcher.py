@@ -27,7 +27,7 @@ from nsa_sel.backends._triton import ranges as block_ranges
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.launcher.passes import forward_of_any_scale
+from nsa_sel.backends.launcher.passes import forward_of_any_scale, outputs
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry, run
 from nsa_sel.core.arguments import whole_blocks
@@ -554,6 +554,15 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
     if what == "negative scale":
         assert_equal(list(cupy_cuda.backward_and_delta(call, *wanted[:2], make_grads(call.q, call.v, 1)[0], None)[:3]), wanted[2:])
     assert bool(played) == (what in ("unaligned", "refused"))  # neither started
+
+
+def test_kernels_write_16_bytes_at_a_time_only_to_outputs_at_multiples_of_16() -> None:
+    call = call_of(0, None)
+    o, lse = torch.empty(*call.q.shape[:-1], 24).half(), torch.empty(call.q.shape[:-1])
+    for to in (o, moved(o)):
+        call.out = to, lse
+        found = outputs(call)
+        assert (found[0] is to, found[1] is lse, found[0].data_ptr() % 16) == (to is o, True, 0)
 
 
 FOREIGN = torch.zeros(64)
