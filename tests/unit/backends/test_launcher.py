@@ -800,6 +800,19 @@ def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
 
 
 @pytest.mark.gpu
+def test_ranges_are_never_made_on_the_stream_of_a_capture() -> None:
+    """PyTorch has 32 streams, which take turns."""
+    q, k, v, _, blocks = inputs_of(0, 1)
+    wanted = selection_attention(q, k, v, Selection.from_blocks(blocks, 64))
+    for _ in range(33):
+        static, graph = Selection.from_blocks(blocks, 64), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = selection_attention(q, k, v, static)
+        graph.replay()
+        assert torch.equal(o, wanted)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 @pytest.mark.parametrize("most", [1, 600])
 def test_packed_calls_are_replayed(played: list[Any], most: int, mode: Any) -> None:
