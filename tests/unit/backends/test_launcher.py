@@ -458,25 +458,19 @@ def test_shortcuts_replay_passes_of_their_class_alone(driver: list[str]) -> None
 
 
 @needs_compiler
-def test_few_rows_of_one_block_have_a_shortcut_that_makes_no_ranges(ranges_kernel: None, driver: list[str]) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_few_rows_have_a_shortcut_forward_unless_blocks_may_repeat(ranges_kernel: None, played: list[int], n: int) -> None:
+    """It makes no ranges."""
     known: dict[Any, Any] = {REPEATED: True}
     for seed in range(3):
-        call, plain = call_of(seed, known, S=4, D=64), call_of(seed, None, S=4, D=64)
-        blocks = torch.randint(-1, 5, (2, 4, 2, 1), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
-        call.selection, plain.selection = Selection.from_blocks(blocks, 16), Selection(whole_blocks(blocks, 16), 16)
-        wanted = list(cupy_cuda.forward(plain))
-        assert_equal(list(cupy_cuda.forward(call)), wanted)
-        assert seed < 1 or torch.equal(known["forward"](call.selection, call.q, call.k, call.v)[0], wanted[0])
-    assert call.selection.indices is blocks
-
-
-@needs_compiler
-def test_few_rows_whose_blocks_may_repeat_have_no_shortcut_forward(driver: list[str], played: list[int]) -> None:
-    known: dict[Any, Any] = {REPEATED: True}
-    for seed in range(3):
-        passes(call_of(seed, known, S=8), seed)
+        call = call_of(seed, known, S=4, D=64)
+        call.selection = Selection.from_blocks(torch.full((2, 4, 2, n), seed, dtype=torch.int32), 16)
+        wanted = cupy_cuda.forward(call)
+        for shortcut in [known[key] for key in known if key == "forward"]:
+            assert_equal(list(shortcut(call.selection, call.q, call.k, call.v)), list(wanted))
+        assert call.selection.indices is not None
     assert played
-    assert "forward" not in known
+    assert ("forward" in known) == (n == 1)
 
 
 def test_launches_whose_arguments_repeat_become_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
