@@ -347,22 +347,6 @@ def test_a_recording_holds_little_memory(monkeypatch: pytest.MonkeyPatch, whole:
 
 
 @needs_compiler
-@pytest.mark.parametrize("disjoint", [False, True])
-def test_a_kept_selection_builds_no_plan_again(driver: list[str], played: list[int], disjoint: bool) -> None:
-    call = call_of(0, {REPEATED: True})
-    if disjoint:
-        call.selection = Selection(call.disjoint_ranges(), 16, disjoint=True)
-    for _ in range(2):
-        passes(call, 0)
-    driver.clear()
-    for _ in range(2):
-        passes(call, 0)
-    assert len(played) == 4  # forward and backward, no lists
-    assert len(driver) == sum(played)
-    assert "sort_count.cu" not in driver
-
-
-@needs_compiler
 def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int]) -> None:
     call = call_of(0, {REPEATED: True})
     for seed in range(5):
