@@ -153,7 +153,7 @@ template <class List> struct SplitSteps {
 // COLUMNS of the tile's keys or values as operand a: the LAST or the first 16 HELD in registers, the others in shared
 // memory.
 template <int COLUMNS, bool LAST> struct TileOperand {
-    static constexpr int HELD = THIRD_Q ? 6 : TILE_STAYS ? 4 : COLUMNS / 16, FIRST_HELD = LAST ? COLUMNS / 16 - HELD : 0;
+    static constexpr int HELD = TILE_STAYS ? 6 : COLUMNS / 16, FIRST_HELD = LAST ? COLUMNS / 16 - HELD : 0;
     u32 held[HELD][4], others;
 
     // If their memory is the last stage, it is released.

@@ -19,9 +19,9 @@ constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: it does not fit
 constexpr bool APART = TILE_STAYS && !ADJACENT;  // separate pipelines for q and do
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // also q, do
 
-// A third stage of q, if there are two: the tile's last panel of keys, memory between keys and values, and the first
+// A third stage of q: the tile's last panel of keys, memory between keys and values, and the first
 // panel of values. Registers hold the panels (TileOperand).
-constexpr bool PAIRS = H % 2 == 0, THIRD_Q = APART && STAGES == 2 && PAIRS;  // PAIRS: rows 2 i and 2 i + 1 are of one token
+constexpr bool PAIRS = H % 2 == 0, THIRD_Q = APART && PAIRS;  // PAIRS: rows 2 i and 2 i + 1 are of one token
 constexpr int Q_STAGES = STAGES + THIRD_Q, VALUES = K_BYTES + THIRD_Q * (K_BYTES - 2 * PANEL);  // VALUES: offset in the tile
 constexpr bool RECYCLED = CONSUMERS == 2 && !TILE_STAYS || THIRD_Q;  // the last stage of q is memory of the tile
 
