@@ -77,10 +77,11 @@ def _forward_ranges(
     o, lse = outputs(call)
     parts, n, block = partials(call, o, lse, splits), call.selection.n, _small_block(call)
     if block:
-        kernel = _small_blocks(heads, _cache(call), config, splits > 1, block)
+        function, constants = forward_small_blocks_kernel, {"BLOCK": block}
     else:
         walk = arguments.walk_width(call)
-        kernel = _ranges(heads, _cache(call), config, walk, _one_page(call), splits > 1, splits > 1 and n <= walk)
+        function, constants = forward_ranges_kernel, {"ONE_PAGE": _one_page(call), "ONE_WALK": splits > 1 and n <= walk, "NP": walk}
+    kernel = _kernel(function, heads, config, cache=_cache(call), SPLIT=splits > 1, BLOCK_L=config.block_l, **constants)
     arguments.announced(call, heads, name, config, kernel).launch(
         programs * splits,
         (call.q, call.k, call.v, *_cache_tensors(call), *parts),
@@ -172,17 +173,6 @@ def _cache_strides(call: Call) -> CacheStrides:
         return _NO_STRIDES
     k_scale, v_scale = ((0, 0) if x is None else x.stride() for x in _cache_tensors(call)[3:])
     return CacheStrides(0 if call.block_table is None else call.block_table.stride(0), *k_scale, *v_scale)
-
-
-def _ranges(
-    heads: arguments.Heads, cache: Cache, config: KernelConfig, walk: int, one_page: bool, split: bool, one_walk: bool
-) -> Kernel:  # fmt: skip
-    walking = {"SPLIT": split, "ONE_PAGE": one_page, "ONE_WALK": one_walk, "BLOCK_L": config.block_l, "NP": walk}
-    return _kernel(forward_ranges_kernel, heads, config, cache=cache, **walking)
-
-
-def _small_blocks(heads: arguments.Heads, cache: Cache, config: KernelConfig, split: bool, block: int) -> Kernel:
-    return _kernel(forward_small_blocks_kernel, heads, config, cache=cache, SPLIT=split, BLOCK=block, BLOCK_L=config.block_l)
 
 
 def _blocks(heads: arguments.Heads, cache: Cache, n: int, block: int, config: KernelConfig) -> Kernel:

@@ -4,6 +4,7 @@ the headline.
 
 from __future__ import annotations
 
+import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -73,7 +74,7 @@ def bench(
     The seed matrix and the decode matrix; --decode 0 or 1 is one of them, and so are sizes. Flags of the matrix go
     without --suite and --peers.
     """
-    where, console, folder = device_of(device), stderr_console(), out or matrix.default_folder()
+    where, console, folder = device_of(device), stderr_console(), out or matrix.RESULTS / datetime.date.today().isoformat()
     sizes = {"N": N, "H": H, "D": D, "Dv": Dv, "L_list": L_list, "dist": dist}
     of_matrix = {**sizes, "decode": decode, "iters": iters, "csv": csv, "warmup": warmup - 5, "streams": streams - 1}
     if headline:
@@ -107,7 +108,6 @@ def bench(
 
 
 def _unused(flags: dict[str, Any], beside: str) -> None:
-    """Raises ArgumentError where one of these flags is given."""
     given_too = [f"--{name}" for name, value in flags.items() if value not in ("", None, 0, [])]
     if given_too:
         raise ArgumentError(", ".join(given_too), "given", f"left out with {beside}", "its cases have sizes of their own")

@@ -55,7 +55,7 @@ def headline(folder: Path, console: Console) -> str:
     if not tables.PARTS_FILE.exists():
         allowed, remedy = "a checkout, whose bench/results/ holds the rows of the claims", "run it in one, installed with pip install -e"
         raise ArgumentError("nsa-sel bench --headline", "without committed rows", allowed, remedy)
-    folder, began = output_file("--out", folder / "rows.jsonl", make_folder=True).parent, time.monotonic()
+    folder, began = output_file("--out", folder / "rows.jsonl").parent, time.monotonic()
     readme, here, facts = tables.committed(), dict[str, Gain](), store.stamp()
     claims, rows = gains(readme), {part: list[Row]() for part in PARTS}
 

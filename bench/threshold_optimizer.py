@@ -219,7 +219,7 @@ def main(
     """From which L on Triton pays on this GPU, by evidence: sel_triton_min_L for each direction, or undecided."""
     written = {option: path for option, path in (("--out", out), ("--config", config)) if path is not None}
     for option, path in written.items():
-        output_file(option, path, make_folder=True)
+        output_file(option, path)
     read = [row for file in rows for row in (from_csv(file) if file.suffix == ".csv" else store.read(file))]
     found = decided(read, margin, backend)
     if out is not None:

@@ -199,7 +199,6 @@ class NSAttention(nn.Module):
         return self.groups, self.head_dim, self.value_dim, weight.dtype, weight.device, options
 
     def extra_repr(self) -> str:
-        """The options that print(layer) shows."""
         names = ("width", "groups", "heads", "head_dim", "value_dim", "window", "compression", "backend", "recompute")
         options = {**{name: getattr(self, name) for name in names}, **self.rule.options()}
         options["rotary"] = True if self.rotary is rotate else self.rotary or False

@@ -17,12 +17,10 @@ def lock() -> threading.RLock:
     Reentrant, for a fork in a signal handler that interrupted the holder.
     """
     made = threading.RLock()
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(before=made.acquire, after_in_parent=made.release, after_in_child=made.release)
+    os.register_at_fork(before=made.acquire, after_in_parent=made.release, after_in_child=made.release)
     return made
 
 
 def in_child(renew: Callable[[], object]) -> None:
     """Call `renew` first in every forked child."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=renew)
+    os.register_at_fork(after_in_child=renew)

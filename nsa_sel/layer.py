@@ -123,5 +123,4 @@ class NSASelection(nn.Module):
         return selection_attention(q, k, v, selection, scale=self.scale, q_pos=q_pos, return_lse=return_lse, backend=self.backend)
 
     def extra_repr(self) -> str:
-        """The options that print(module) shows."""
         return f"n={self.n}, block_size={self.block_size}, first={self.first}, local={self.local}, backend={self.backend}"

@@ -163,20 +163,18 @@ class MSAttention(nn.Module):
         max_seqlen: int | None = None, *, learns: bool,
     ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """Return o [B,S,G,h,D] of what `project` returns, and the indexer's loss if it learns."""
-        options: Any = {}
-        window = max(1, k.shape[2])
+        options: Any = {} if cu_seqlens is None else {"cu_seqlens": cu_seqlens}
+        keys, selection = max(1, k.shape[2]), None
         if cu_seqlens is not None:
-            options["cu_seqlens"] = cu_seqlens
             q, k, v, index_q, index_k = q[0], k[0].transpose(0, 1), v[0].transpose(0, 1), index_q[0], index_k[0]
-        selection = None
         if self.warm_up:
-            o, lse = sliding_window_attention(q, k, v, window, return_lse=True, **options)  # dense: a window of all keys
-        elif cu_seqlens is None:
-            selection = self.indexer.choose(index_q, index_k)
-            o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=self.backend)
+            o, lse = sliding_window_attention(q, k, v, keys, return_lse=True, **options)  # dense: a window of all keys
         else:
             selection = self.indexer.choose(index_q, index_k, max_seqlen=max_seqlen, **options)
-            o, lse = selection_attention_varlen(q, k, v, selection, cu_seqlens, return_lse=True, backend=self.backend)
+            if cu_seqlens is None:
+                o, lse = selection_attention(q, k, v, selection, return_lse=True, backend=self.backend)
+            else:
+                o, lse = selection_attention_varlen(q, k, v, selection, cu_seqlens, return_lse=True, backend=self.backend)
         loss = indexer_loss(q, k, lse, index_q, index_k, selection, **options) if learns else None
         return o if cu_seqlens is None else o.unsqueeze(0), loss
 
@@ -204,7 +202,6 @@ class MSAttention(nn.Module):
         return self.groups, self.head_dim, self.head_dim, weight.dtype, weight.device, (("index_dim", self.indexer.dim),)
 
     def extra_repr(self) -> str:
-        """Return the options that print(layer) shows."""
         names = ("width", "groups", "heads", "head_dim", "rotary_dim", "rotary_base", "loss_weight", "backend", "warm_up")
         return ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
 
@@ -246,7 +243,6 @@ class Indexer(nn.Module):
         return {"block_size": self.block_size, "n": self.n, "local": self.local, **score}
 
     def extra_repr(self) -> str:
-        """Return the options that print(layer) shows."""
         return f"block_size={self.block_size}, n={self.n}, local={self.local}, block_score={self.block_score!r}"
 
 

@@ -516,12 +516,12 @@ class Selection:
             )  # fmt: skip
         return False
 
-    def _remember(self, exact: Exact | None = None, checked: bool | None = None) -> Snapshot | None:
-        """Begin a new snapshot; None for tensors that have no version. checked: `validates`, if the caller has asked."""
+    def _remember(self, exact: Exact | None = None) -> Snapshot | None:
+        """Begin a new snapshot; None for tensors that have no version."""
         ranges = self.ranges
         if ranges.is_inference():
             return None
-        copied = not self._on_gpu or (validates(ranges) if checked is None else checked)
+        copied = not self._on_gpu or validates(ranges)
         snapshot = Snapshot(ranges._version, ranges.detach().clone() if copied else None, exact, {})
         self.__dict__["_snapshot"] = snapshot  # as in `__init__`
         return snapshot

@@ -117,7 +117,7 @@ def _attend(
     flat, packed = isinstance(q, Tensor) and q.dim() == 4, requests is not None
     if flat:
         q = q.unsqueeze(1)
-    S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table, requests=requests)
+    S_kv = _check_cache(q, k_cache, v_cache, cache_seqlens, block_table, None, requests)
     scales = scales_of(q, k_cache, v_cache, *k_v_scales, block_table is not None)
     q, k_cache, v_cache = transforms.materialized(q, k_cache, v_cache)
     k, v = k_cache.transpose(1, 2), v_cache.transpose(1, 2)
@@ -375,8 +375,8 @@ def _check_gradients(q: Tensor, k: Tensor, v: Tensor, kind: str, given: tuple[Te
 
 
 def _check_cache(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None = None,
-    requests: Requests | None = None,
+    q: Tensor, k_cache: Tensor, v_cache: Tensor | None, cache_seqlens: Tensor, block_table: Tensor | None, rule: Rule | None,
+    requests: Requests | None,
 ) -> int:  # fmt: skip
     """Check the shapes of a cache, or with a rule those of a cache of index keys, and return the number of keys that a
     sequence has room for. Reads nothing on a GPU.
@@ -481,7 +481,6 @@ def _check_result(
 ) -> None:
     """Raise ArgumentError unless x has this shape and one of the dtypes, is on q's device, and its strides are fit: of the
     `layout`."""
-    check_tensors(**{name: x})
     if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device or not fits:
         raise ArgumentError(
             name,

@@ -171,11 +171,6 @@ def _poison(setting: Setting) -> Iterator[Problem]:
     yield problem._replace(q=q, k=k, v=v)
 
 
-def _scales(setting: Setting) -> Iterator[Problem]:
-    problem = setting.blocks()
-    yield from (problem._replace(scale=scale) for scale in (0.0, -0.3, 0.6))
-
-
 def _positions(setting: Setting) -> Iterator[Problem]:
     problem = setting.blocks()
     order = torch.randperm(problem.q.shape[1], generator=torch.Generator().manual_seed(2))
@@ -378,7 +373,7 @@ BEHAVIORS = {
     "chunk": Behavior("fewer rows than keys: the last positions", lambda s: [s.blocks(S=s.width + 3)]),
     "one row": Behavior("decoding: one row of each sequence", lambda s: [s.blocks(B=3, S=1, G=2)]),
     "positions": Behavior("q_pos: rows at any positions", _positions),
-    "scale": Behavior("any scale: 0, negative", _scales),
+    "scale": Behavior("any scale: 0, negative", lambda s: [s.blocks()._replace(scale=scale) for scale in (0.0, -0.3, 0.6)]),
     "int64": Behavior("selections in int64", _int64),
     "layouts": Behavior("k and v as views of [B,S_kv,G,D], rows of wider tensors", _layouts),
     "poison": Behavior("NaN in what no row reads changes nothing", _poison),

@@ -78,7 +78,6 @@ def pytest_collection_finish() -> None:
 
 
 def gpu_tests_wanted() -> bool:
-    """Return True if NSA_TEST_TRITON_SEL is 1."""
     text = os.environ.get(flags.TEST_FLAG, "0")
     if text not in ("0", "1"):
         raise pytest.UsageError(f"{flags.TEST_FLAG} is {text!r}; allowed: 0 or 1. Remedy: set it to 1 to run the GPU tests, or unset it.")
@@ -110,7 +109,6 @@ def clean_slate(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The files of the CUDA kernels that are started from here on."""
     from tests.helpers.gpus import noted  # which asks for the GPU
 
     return noted(monkeypatch)
@@ -120,6 +118,13 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def packed_sdpa(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention runs on the backend that compiles nothing, unless a test names another."""
     monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+
+
+@pytest.fixture
+def cheapest_backend(request: pytest.FixtureRequest) -> None:
+    """`packed_sdpa` on a machine without a GPU."""
+    if not torch.cuda.is_available():
+        request.getfixturevalue("packed_sdpa")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa_sel.backends.cupy_cuda import arithmetic, sm90
 from nsa_sel.backends.cupy_cuda.arithmetic import BLOCK
 from nsa_sel.backends.cupy_cuda.key_to_rows import KeyToRows, published, sum_counts, with_parts, write_gradients
+from nsa_sel.core.arguments import rounded_up
 from nsa_sel.core.call import ChooseCall, Rule
 from nsa_sel.core.request import DeviceInfo
 from nsa_sel.core.transforms import capturing
@@ -84,8 +85,8 @@ def _segment_length(
     """shortest: steps of a segment; most_parts: of one sequence and group; at_once: CTAs that run at the same time."""
     longest = max(lengths)
     fractions = range(1, max(between // (shortest * tokens), 1) + 1)
-    candidates = [whole_steps(-(-between // n), tokens) for n in fractions]
-    candidates += [whole_steps(n * between, tokens) for n in range(2, MOST_MULTIPLE + 1)]
+    candidates = [rounded_up(-(-between // n), tokens) for n in fractions]
+    candidates += [rounded_up(n * between, tokens) for n in range(2, MOST_MULTIPLE + 1)]
     while candidates[-1] < longest:
         candidates.append(2 * candidates[-1])
 
@@ -97,11 +98,6 @@ def _segment_length(
         return waves * (segment // tokens + STEPS_OF_A_PART), -segment
 
     return min(filter(fits, candidates), key=steps)
-
-
-def whole_steps(rows: int, tokens: int) -> int:
-    """Return `rows` rounded up to whole steps of `tokens`."""
-    return -(-rows // tokens) * tokens
 
 
 def _lists_of(call: ChooseCall, lengths: tuple[int, ...], segment: int) -> KeyToRows:

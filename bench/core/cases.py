@@ -378,17 +378,17 @@ def _trained_layers(file: str, context: int) -> Tensor:
     return torch.stack(found)
 
 
-def random_selection(case: Case, device: torch.device | str, seed: int, at_once: int = SCORES_AT_ONCE) -> Selection:
-    """Return the best blocks by normally distributed scores, drawn for as many rows at a time as `at_once` scores
-    allow.
+def random_selection(case: Case, device: torch.device | str, seed: int) -> Selection:
+    """Return the best blocks by normally distributed scores, drawn for as many rows at a time as
+    `SCORES_AT_ONCE` scores allow.
 
     The first, the previous and the current block are always among the n; in a MoBA case only the current one. The draws
-    depend on the device and on `at_once`. In an "alike" case the rows of a sequence and group share a part of
+    depend on the device and on `SCORES_AT_ONCE`. In an "alike" case the rows of a sequence and group share a part of
     their scores.
     """
     generator = torch.Generator(device=device).manual_seed(seed)
     blocks = -(-case.S_kv // case.block)
-    rows = max(1, at_once // (case.B * case.G * blocks))
+    rows = max(1, SCORES_AT_ONCE // (case.B * case.G * blocks))
     alike = case.distribution in (ALIKE, PER_HEAD_ALIKE)
     size = case.B, 1, case.G, blocks
     ranges, shared = [], ALIKE_SHARE * torch.randn(size, device=device, generator=generator) if alike else 0.0

@@ -153,25 +153,20 @@ def selected(selection: Selection, keys: Tensor) -> Tensor:
     return found
 
 
-def token_mask(
-    selection: Selection, S_kv: int, q_pos: Tensor | None = None, dtype: torch.dtype = torch.bool
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+def token_mask(selection: Selection, S_kv: int, dtype: torch.dtype = torch.bool) -> tuple[Tensor, Tensor]:
     """Return a selection as the mask of dense SDPA, which benches make outside of their timings.
 
     Args:
         selection: of B, S, G rows.
         S_kv: number of keys.
-        q_pos: positions of the rows [S] or [B,S], by default the last S.
         dtype: torch.bool, or a float dtype for an additive mask, which saves SDPA the conversion in every call.
 
     Returns:
         The mask [B,G,S,S_kv], in which rows without selected keys see every key (a softmax over nothing is NaN), and
         whether each row selects a key, [B,S,G] bool.
     """
-    B, S = selection.ranges.shape[:2]
     key = torch.arange(S_kv, device=selection.ranges.device)
-    position = key[S_kv - S :] if q_pos is None else q_pos
-    mask = selected(selection, key) & (key <= position.expand(B, S)[:, :, None, None])
+    mask = selected(selection, key) & (key <= key[S_kv - selection.ranges.shape[1] :, None, None])
     filled = mask.any(-1)
     mask = (mask | ~filled.unsqueeze(-1)).transpose(1, 2).contiguous()
     if dtype != torch.bool:
@@ -179,35 +174,29 @@ def token_mask(
     return mask, filled
 
 
-def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, selection: Selection | tuple[Tensor, Tensor], scale: float | None = None) -> Tensor:
-    """Return o [B,S,G,h,Dv] by dense SDPA under a mask, of a selection or of `token_mask`.
-
-    Rows that select nothing give zeros.
-    """
-    mask, filled = token_mask(selection, k.shape[2]) if isinstance(selection, Selection) else selection
+def masked_sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, filled: Tensor) -> Tensor:
+    """Return o [B,S,G,h,Dv] by dense SDPA under a mask and for rows of `token_mask`. Rows that select nothing give zeros."""
     B, S, G, h, _ = q.shape
     # Groups as batches, so that one mask serves all heads: SDPA broadcasts it.
     heads = q.permute(0, 2, 3, 1, 4).flatten(0, 1)
     k, v = (x.flatten(0, 1).unsqueeze(1).expand(-1, h, -1, -1) for x in (k, v))
-    o = scaled_dot_product_attention(heads, k, v, attn_mask=mask.flatten(0, 1).unsqueeze(1), scale=scale)
+    o = scaled_dot_product_attention(heads, k, v, attn_mask=mask.flatten(0, 1).unsqueeze(1))
     return torch.where(filled[..., None, None], o.view(B, G, h, S, -1).permute(0, 3, 1, 2, 4), 0)
 
 
-def dense_causal_sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float | None = None, kernel: DenseKernel = "cudnn") -> Tensor:
+def dense_causal_sdpa(q: Tensor, k: Tensor, v: Tensor, kernel: DenseKernel = "cudnn") -> Tensor:
     """Return o [B,S,G,h,Dv] by full causal attention, in which row s attends to the keys up to S_kv - S + s.
 
     Args:
         q, k, v: [B,S,G,h,Dk], [B,G,S_kv,Dk], [B,G,S_kv,Dv]. Several groups of q may share those of k and v.
-        scale: of the logits.
         kernel: the GPU kernel that must run, cuDNN's or Flash ("any": torch chooses). With 1 < S < S_kv torch chooses,
-            because the mask is
-            explicit: is_causal=True would count rows from the first key.
+            because the mask is explicit: is_causal=True would count rows from the first key.
     """
     B, S, G, h, _ = q.shape
     S_kv = k.shape[2]
     mask = torch.ones(S, S_kv, dtype=torch.bool, device=q.device).tril(S_kv - S) if 1 < S < S_kv else None
     forced = q.device.type == "cuda" and mask is None and kernel != "any"
-    options: dict[str, Any] = {"attn_mask": mask, "is_causal": S == S_kv and S > 1, "scale": scale, "enable_gqa": G * h > k.shape[1]}
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": S == S_kv and S > 1, "enable_gqa": G * h > k.shape[1]}
     with sdpa_kernel(_KERNELS[kernel]) if forced else contextlib.nullcontext():
         o = scaled_dot_product_attention(q.permute(0, 2, 3, 1, 4).flatten(1, 2), k, v, **options)
     return o.view(B, G, h, S, v.shape[3]).permute(0, 3, 1, 2, 4)

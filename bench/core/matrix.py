@@ -9,7 +9,6 @@ Triton beside packed SDPA; on a CPU in float32, numba beside it.
 from __future__ import annotations
 
 import csv
-import datetime
 import io
 from collections.abc import Sequence
 from itertools import product
@@ -199,7 +198,7 @@ def measure(
     sizes: N, H, D, Dv, L_list, dist; an empty one is that of the seed matrix. quick: one size of each, and fewer calls.
     """
     if csv is not None:
-        output_file("--csv", csv, make_folder=True)
+        output_file("--csv", csv)
     if any(decodings) and sizes["dist"]:
         raise ArgumentError("--dist", repr(sizes["dist"]), "none with --decode", "leave it out: decoded rows select whole blocks")
     if streams > 1 and device == "cpu":
@@ -211,11 +210,6 @@ def measure(
         chosen = jobs(device, decode=decode, timing=timing, backends=backends, console=console, **asked)
         rows += run(chosen, out / "rows.jsonl", device, console)
     return rows, write(out, out, rows, csv)
-
-
-def default_folder() -> Path:
-    """Return where results of today go, below the current folder."""
-    return RESULTS / datetime.date.today().isoformat()
 
 
 def numbers(flag: str, text: str) -> list[int]:

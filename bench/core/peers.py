@@ -52,7 +52,7 @@ def peers() -> tuple[Contender, ...]:
 
 def _masked(problem: Problem) -> Ready:
     mask = token_mask(problem.selection, problem.k.shape[2], dtype=problem.q.dtype)
-    call = lambda q, k, v: masked_sdpa(q, k, v, mask)  # noqa: E731
+    call = lambda q, k, v: masked_sdpa(q, k, v, *mask)  # noqa: E731
     return Ready(call, call)
 
 

@@ -152,7 +152,7 @@ def run(jobs: Sequence[Job], out: Path, device: str, console: Console) -> list[R
     A contender that refuses a case, fails or gives wrong results is reported in one line and skipped; the next run
     tries it again. Raises ArgumentError if `out` can't be written, before anything is measured.
     """
-    out, facts = output_file("--out", out, make_folder=True), stamp(device)
+    out, facts = output_file("--out", out), stamp(device)
     done, reused, found = RowFile(out), 0, list[Row]()
     for job in track(jobs, "cases", console=console, transient=True, disable=not console.is_terminal):
         rows = [{**row, **facts} for row in wanted(job)]

@@ -157,7 +157,7 @@ def of_last_environment(rows: Iterable[Row]) -> list[Row]:
 
 def write_whole(file: Path, text: str) -> None:
     """Replace a file atomically. Raises ArgumentError for a device or a FIFO."""
-    file = output_file("the output", file, make_folder=True)
+    file = output_file("the output", file)
     unfinished = file.with_name(f".{file.name}.{os.getpid()}")
     try:
         unfinished.write_text(text)

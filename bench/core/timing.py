@@ -88,6 +88,11 @@ def milliseconds(work: Work, timing: Timing, device: str = "cuda") -> Spread:
 
 def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
     """Time one call on a GPU by graph replay: `GRAPH_CALLS` calls captured, the replay's time divided."""
+    return milliseconds(captured(work, GRAPH_CALLS)[0].replay, timing).over(GRAPH_CALLS)
+
+
+def captured(work: Work, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Return a CUDA graph of so many calls, and the result of the last one, which a replay writes anew."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -95,9 +100,9 @@ def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
             work()
     torch.cuda.current_stream().wait_stream(side)
     with torch.cuda.graph(graph):
-        for _ in range(GRAPH_CALLS):
-            work()
-    return milliseconds(graph.replay, timing).over(GRAPH_CALLS)
+        for _ in range(calls):
+            result = work()
+    return graph, result
 
 
 def call_times(work: Work, calls: int, device: str = "cuda") -> list[float]:

@@ -25,10 +25,10 @@ from __future__ import annotations
 
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Annotated, Any
 from unittest import mock
 
@@ -40,7 +40,7 @@ from torch import Tensor
 from nsa_sel.attention import selection_attention
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.cases import Case
-from nsa_sel.bench.core.command_line import Device, device_of, echo, program
+from nsa_sel.bench.core.command_line import Device, Out, device_of, echo, program
 from nsa_sel.bench.core.contenders import PACKED, Problem, dense_causal_sdpa, make_problem
 from nsa_sel.bench.core.store import Row
 from nsa_sel.cli.output import output_file
@@ -180,7 +180,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    out: Out,
     rounds: Annotated[int, typer.Option(min=1, help="rounds, each of --calls calls of every part")] = 200,
     calls: Annotated[int, typer.Option(min=1, help="calls of a part in a round")] = CALLS,
     device: Device = "auto",
@@ -195,13 +195,13 @@ def main(
 ) -> None:
     """Time the stand-in, the policy's choice, dense attention, and every backend that takes the call; print a table and
     write the rows."""
-    output_file("--out", out, make_folder=True)
+    output_file("--out", out)
     where = device_of(device)
     torch.set_num_threads(1)  # waking threads for tiny tensors would take longer than the work
     dtype = "float32" if where == "cpu" else CASE.dtype
     case = CASE._replace(S=S, S_kv=max(CASE.S_kv, S), h=h, G=G, Dk=D, Dv=D, n=n, block=block, dtype=dtype)
-    facts, rows = {**store.stamp(where), "threads": 1}, list[Row]()
-    for name in backends.split(",") if backends else (NOTHING, CHOSEN, DENSE, *registry.backends()):
+
+    def rows_of(name: str) -> Iterator[Row]:
         for direction in ("fwd", "fwd+bwd"):
             problem = make_problem(case, where)
             for x in problem[1:4]:
@@ -211,15 +211,14 @@ def main(
                     times = measured(problem, name, rounds, calls, layers if name in (CHOSEN, DENSE) else 0)
             except BackendError as error:
                 echo(str(error))
-                break
+                return
             common = {**case._asdict(), "direction": direction, "backend": name, "rounds": rounds, "calls_a_round": calls, "layers": layers}
-            new = list[Row]()
             for part, taken in times.items():
                 p20, median, p80 = np.quantile(taken, (0.2, 0.5, 0.8)).round(3).tolist()
-                new.append({**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80, **facts})
-            store.append(out, new)
-            rows += new
-    echo(table(rows))
+                yield {**common, "part": part, "us_median": median, "us_p20": p20, "us_p80": p80}
+
+    names = backends.split(",") if backends else (NOTHING, CHOSEN, DENSE, *registry.backends())
+    echo(table(store.kept(out, chain.from_iterable(map(rows_of, names)), {**store.stamp(where), "threads": 1})))
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from itertools import chain
-from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -27,7 +26,7 @@ from torch import Tensor
 from nsa_sel import indexer_loss, selection_attention, sliding_window_attention, use_backend
 from nsa_sel.bench.core import markdown, store
 from nsa_sel.bench.core.cases import ALIKE, Case, make_inputs, make_selection, model_case
-from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.contenders import DENSE, dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, milliseconds, workspace_bytes
@@ -131,7 +130,7 @@ def table(rows: list[Row]) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    out: Out,
     lengths: Annotated[str, typer.Option(help="tokens, comma-separated")] = "8192,16384,32768,131072",
     kinds: Annotated[str, typer.Option(help="of selections, comma-separated")] = f"random,{ALIKE}",
     parts: Annotated[str, typer.Option(help="comma-separated; dense ones of the first kind alone")] = ",".join(TITLES),

@@ -24,8 +24,9 @@ in between. `workspace_mib` is the most memory beyond inputs and outputs; for bw
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, product, starmap
 from typing import Annotated, Any
 
 import torch
@@ -176,21 +177,20 @@ def main(
 ) -> None:
     """Time every part at every length; append the rows, and print a table."""
     need_gpu("layer_parts")
-    facts, rows, lacks = store.stamp(), list[Row](), peers.fla_lacks("cuda")
-    for S in map(int, lengths.split(",")):
-        for h in map(int, heads.split(",")):
-            for name, make in parts(S, h).items():
-                if name not in only.split(",") if only else name == FLEX:
-                    continue
-                if name == "fla" and (why := lacks or peers.fla_takes(prefill("random", S, h))):
-                    echo(f"fla was left out: {why}")
-                    continue
-                found = measure(make(), rep)
-                decided = events.decisions()[-1].forward if name.split()[0] in ("choose", "select") else None
-                new = [{"part": name, "S": S, "G": G, "h": h, "D": D, "backend": decided, **row, **facts} for row in found]
-                store.append(out, new)  # now: a later part may not fit
-                rows += new
-                torch.cuda.empty_cache()
+
+    def rows_of(S: int, h: int) -> Iterator[Row]:
+        for name, make in parts(S, h).items():
+            if name not in only.split(",") if only else name == FLEX:
+                continue
+            if name == "fla" and (why := peers.fla_lacks("cuda") or peers.fla_takes(prefill("random", S, h))):
+                echo(f"fla was left out: {why}")
+                continue
+            found = measure(make(), rep)
+            decided = events.decisions()[-1].forward if name.split()[0] in ("choose", "select") else None
+            yield from ({"part": name, "S": S, "G": G, "h": h, "D": D, "backend": decided, **row} for row in found)
+
+    sizes = product(map(int, lengths.split(",")), map(int, heads.split(",")))
+    rows = store.kept(out, chain.from_iterable(starmap(rows_of, sizes)), store.stamp())
     echo(f"{table(rows)}\n\n{memory_table(rows)}")
 
 

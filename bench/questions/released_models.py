@@ -23,7 +23,7 @@ import importlib.metadata
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Annotated, Any
 
 import torch
@@ -31,9 +31,9 @@ import typer
 from torch import Tensor
 
 from nsa_sel.bench.core import markdown, store
-from nsa_sel.bench.core.command_line import echo, need_gpu, program
+from nsa_sel.bench.core.command_line import Out, echo, need_gpu, program
 from nsa_sel.bench.core.store import Row
-from nsa_sel.bench.core.timing import Timing, milliseconds
+from nsa_sel.bench.core.timing import Timing, captured, milliseconds
 from nsa_sel.compat import patch_model, register_transformers
 from nsa_sel.compat.transformers.qwen_qsa import KEPT
 
@@ -155,22 +155,13 @@ def decode(model: str, way: str, B: int, S_kv: int) -> Callable[[], Tensor]:
             pooled[KEPT] = held["indexer_keys"], begins, index_keys[:, : S_kv // config.indexer_compress_ratio]
         return o
 
-    return replayed(step) if graph else step
-
-
-def replayed(step: Callable[[], Tensor]) -> Callable[[], Tensor]:
-    """Return a step that replays a CUDA graph of `step`."""
-    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.synchronize()
-    with torch.cuda.graph(graph):
-        o = step()
+    if not graph:
+        return step
+    made, o = captured(step)
 
     def replay() -> Tensor:
-        graph.replay()
-        return o
+        made.replay()
+        return o  # type: ignore[no-any-return]
 
     return replay
 
@@ -227,7 +218,7 @@ def number(x: float) -> str:
 
 
 def main(
-    out: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to")],
+    out: Out,
     models: Annotated[str, typer.Option(help="comma-separated")] = ",".join(MODELS),
     lengths: Annotated[str, typer.Option(help="tokens of a prefill, comma-separated")] = "2048,8192,16384,32768,131072",
     batches: Annotated[str, typer.Option(help="sequences of a decoding step over 32k keys, comma-separated")] = "1,16,64",
@@ -239,8 +230,8 @@ def main(
     register_transformers()
     facts = {**store.stamp(), "transformers": importlib.metadata.version("transformers")}
     for model in models.split(","):
-        rows, cases = list[Row](), list[tuple[str, str, Callable[[str], Callable[[], Tensor]], list[str]]]()
         known = [way for way in ways.split(",") if model == "minimax-m3" or way not in M3_ONLY]
+        cases = list[tuple[str, str, Callable[[str], Callable[[], Tensor]], list[str]]]()
         for S in map(int, filter(None, lengths.split(","))):
             for backward in (False, True) if S <= 32768 else (False,):
                 own = model == "minimax-m3" or S <= (OWN_LOOP // 8 if backward else OWN_LOOP)
@@ -251,11 +242,8 @@ def main(
         for B in map(int, filter(None, batches.split(","))):
             chosen = [way for way in known if way != "compiled"]
             cases.append((f"decoding step, {B} sequences of 32k keys", "decode", partial(decode, model, B=B, S_kv=32768), chosen))
-        for case, direction, make, chosen in cases:
-            for row in measure(model, make, chosen, rep, {"case": case, "direction": direction, **facts}):
-                store.append(out, [row])
-                rows.append(row)
-        echo(table(rows, model))
+        each = (measure(model, make, chosen, rep, {"case": case, "direction": direction}) for case, direction, make, chosen in cases)
+        echo(table(store.kept(out, chain.from_iterable(each), facts), model))
 
 
 if __name__ == "__main__":

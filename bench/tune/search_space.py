@@ -69,7 +69,6 @@ class Space(NamedTuple):
 
     @property
     def backend(self) -> str:
-        """The backend that the kernel belongs to."""
         return self.kernel.partition("/")[0]
 
 

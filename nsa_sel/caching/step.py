@@ -34,7 +34,7 @@ from nsa_sel.serving import choose_blocks_with_kvcache, selection_attention_with
 from nsa_sel.window import sliding_window_attention
 
 CACHE_KERNELS = "nsa_sel.backends._triton.cache"  # imported at the first step on a GPU
-MAX_CACHE_KERNELSED = 4  # most new compressed keys per sequence for which the kernels run; each reads its own keys
+MAX_COMPRESSED = 4  # most new compressed keys per sequence for which the kernels run; each reads its own keys
 MAX_SLOTS = 1 << 16  # most new compressed keys of a step for the kernels, which index in 32 bits
 
 Compress = Callable[[Tensor], Tensor]
@@ -339,7 +339,7 @@ def compress(
     """
     raws, to = (pools.k_raw, pools.v_raw), (pools.k_cmp, pools.v_cmp)
     k_weights, v_weights = (_weights(work, raws[0]) for work in by)
-    few = tensors.compressed_slot.shape[1] <= MAX_CACHE_KERNELSED and tensors.compressed_slot.numel() <= MAX_SLOTS
+    few = tensors.compressed_slot.shape[1] <= MAX_COMPRESSED and tensors.compressed_slot.numel() <= MAX_SLOTS
     if raws[0].is_cuda and few and k_weights is not None and v_weights is not None:
         importlib.import_module(CACHE_KERNELS).compress(
             raws, new, tensors.covered, tensors.first_new, tensors.compressed_slot, k_weights, v_weights, to, stride

@@ -138,7 +138,7 @@ def demo(
         with needs_extra("report", "nsa-sel demo"):
             from nsa_sel.cli import demo as demonstration
             from nsa_sel.cli import demo_model
-        picture, figures = (output_file("--out-dir", out_dir / name, make_folder=True) for name in ("demo.png", "demo.json"))
+        picture, figures = (output_file("--out-dir", out_dir / name) for name in ("demo.png", "demo.json"))
         setting = demonstration.prepare()
         if not as_json:
             echo(demonstration.introduction(setting))

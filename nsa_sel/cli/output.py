@@ -42,9 +42,9 @@ def terminal_columns() -> int:
     return shutil.get_terminal_size((0, 0)).columns
 
 
-def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
-    """Return the file, links followed, that writing to `path` creates or replaces. Raises ArgumentError unless it is
-    regular and writable.
+def output_file(option: str, path: Path) -> Path:
+    """Return the file, links followed, that writing to `path` creates or replaces, and make its folder. Raises
+    ArgumentError unless it is regular and writable.
 
     Commands replace a file by renaming another one over it, which would destroy a device, a FIFO or a link.
     """
@@ -55,17 +55,11 @@ def output_file(option: str, path: Path, *, make_folder: bool = False) -> Path:
             raise ArgumentError(
                 option, f"{path}, {_KINDS.get(mode, 'no regular file')}", "a regular file, or an unused name", "choose another name"
             )
-        if make_folder:
-            target.parent.mkdir(parents=True, exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         if target.exists():
             target.open("ab").close()
         with tempfile.TemporaryFile(dir=target.parent):
             pass  # checking permissions is not enough: a file system may be read-only, or map root to nobody
     except OSError as error:
-        raise ArgumentError(
-            option,
-            f"{path} ({error.strerror})",
-            "a file that can be written",
-            "correct the path" if make_folder else "correct the path; its folder must exist",
-        ) from error
+        raise ArgumentError(option, f"{path} ({error.strerror})", "a file that can be written", "correct the path") from error
     return target

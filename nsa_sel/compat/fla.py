@@ -21,7 +21,7 @@ from nsa_sel.branches import nsa_attention
 from nsa_sel.choosing import compressed_attention, moba_selection
 from nsa_sel.compat.packed import by_group, by_group_gate
 from nsa_sel.compression import BlockMean
-from nsa_sel.core.arguments import Bounds, CuSeqlens, check_positive
+from nsa_sel.core.arguments import Bounds, CuSeqlens, check_positive, is_whole
 from nsa_sel.core.attend import selection_attention
 from nsa_sel.core.packed import packed_attention
 from nsa_sel.errors import ArgumentError, shown
@@ -218,7 +218,7 @@ def parallel_nsa(
     if block_indices is None and block_counts < FIRST + LOCAL:
         allowed = f"at least {FIRST + LOCAL} where blocks are chosen"
         raise ArgumentError("block_counts", block_counts, allowed, "raise it: the first block and the last two are always taken")
-    if not isinstance(window_size, int) or isinstance(window_size, bool) or window_size < 0:
+    if not is_whole(window_size) or window_size < 0:
         raise ArgumentError("window_size", shown(window_size), "a whole number of keys, or 0", "pass 0 for no window")
     if window_size and g_swa is None:
         raise ArgumentError("g_swa", None, "a tensor [B,TQ,HQ] with a window", "pass the window's gate, or window_size=0")
@@ -270,7 +270,7 @@ def parallel_moba(
     if q.shape[0] != 1:
         raise ArgumentError("q", f"of {q.shape[0]} batch entries", "1 with cu_seqlens", "pack the sequences into one entry")
     check_positive("chunk_size", chunk_size)
-    if not isinstance(topk, int) or isinstance(topk, bool):
+    if not is_whole(topk):
         raise ArgumentError("topk", shown(topk), "a whole number of blocks", "pass how many blocks a row attends to, its own among them")
     T = q.shape[1]
     cu = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens

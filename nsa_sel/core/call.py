@@ -91,12 +91,21 @@ def positions(q: Tensor, S_kv: int, q_pos: Tensor | None, lengths: Tensor | None
 
 
 class _Logits:
-    """The factor of the logits, for calls of all kinds."""
+    """The factor of the logits, and whether passes are timed, for calls of all kinds."""
 
     __slots__ = ()
 
     q: Tensor
     scale: float
+    settings: Settings
+
+    def timed(self) -> bool:
+        """Return True if NSA_DEBUG_TIMING times this call."""
+        return self.settings.debug_timing and not self.capturing()
+
+    def capturing(self) -> bool:
+        """Return True if a CUDA graph captures this call, so that nothing may wait for the device."""
+        return capturing(self.q)
 
     def scale_log2(self) -> float:
         """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
@@ -237,10 +246,6 @@ class Call(_Logits):
         if self.selection.n == 0 or self.q.numel() == 0 or self.k.numel() == 0:
             return True
         return self.block_table is not None and self.S_kv == 0
-
-    def timed(self) -> bool:
-        """Return True if NSA_DEBUG_TIMING times this call."""
-        return self.settings.debug_timing and not self.capturing()
 
     def reach(self, width: int) -> int:
         """Return the most tiles of `width` keys that one range can overlap."""
@@ -503,10 +508,6 @@ class ChooseCall(_Logits):
         """Return the call of other tensors of the same sizes, such as those that autograd saved."""
         return replace(self, q=q, k=k, v=v)
 
-    def timed(self) -> bool:
-        """Return True if NSA_DEBUG_TIMING times this call."""
-        return self.settings.debug_timing and not capturing(self.q)
-
     def positions(self) -> Tensor:
         """Return [B,S] int64, of each row in its own sequence; -1 for padding."""
         B, S = self.q.shape[:2]
@@ -633,10 +634,6 @@ class IndexLossCall(_Logits):
     device: DeviceInfo = CPU
     bounds: Tensor | None = None
 
-    def timed(self) -> bool:
-        """Return True if NSA_DEBUG_TIMING times this call."""
-        return self.settings.debug_timing and not capturing(self.q)
-
     def tensors(self) -> tuple[Tensor | None, ...]:
         """Return the inputs that a backward pass reads."""
         ranges = None if self.selection is None else self.selection.ranges
@@ -662,10 +659,11 @@ class IndexLossCall(_Logits):
         return replace(self.main(), q=self.index_q.unsqueeze(3), k=k, v=k, scale=self.index_scale)
 
 
-class WindowCall(NamedTuple):
+@dataclass(slots=True, eq=False)
+class WindowCall(_Logits):
     """The checked arguments of a call with a positive scale.
 
-    Args:
+    Attributes:
         q: [B,S,G,h,Dk]; k: [B,G,S_kv,Dk]; v: [B,G,S_kv,Dv], any strides with a contiguous last dimension; none is
             empty, S <= S_kv.
         window: keys that a row sees.
@@ -674,6 +672,8 @@ class WindowCall(NamedTuple):
             padding.
     """
 
+    workspace: ClassVar[None] = None
+
     q: Tensor
     k: Tensor
     v: Tensor
@@ -681,19 +681,10 @@ class WindowCall(NamedTuple):
     scale: float
     bounds: Tensor | None = None
 
-    @property
-    def workspace(self) -> None:
-        """None: temporaries are allocated, as for other calls without a workspace."""
-        return None
-
     @classmethod
     def of(cls, q: Tensor, k: Tensor, v: Tensor, window: int, scale: float, bounds: Tensor | None) -> WindowCall:
         """With -q for a negative scale: kernels track the maximum of q.k, which must be that of the logits."""
         return cls(q if scale >= 0 else -q, k, v, window, abs(scale), bounds)
-
-    def scale_log2(self) -> float:
-        """Return the factor from q.k to logits in base 2; never 0, which would turn a masked -inf into NaN."""
-        return max(self.scale * LOG2_E, 1e-30)
 
 
 def call_over_pool(call: Call, block_table: Tensor) -> Call:

@@ -103,13 +103,13 @@ def decided_choice(
 
 
 def over_pages(
-    q: Tensor, k: Tensor, v: Tensor, pages: PagedKeys, rule: Rule, S_kv: int, q_pos: Tensor, backend: str | None = None
+    q: Tensor, k: Tensor, v: Tensor, pages: PagedKeys, rule: Rule, S_kv: int, q_pos: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return o [B,S,G,h,Dv], lse [B,S,G,h] and ranges [B,S,G,n,2] of checked rows at q_pos [B,S], without gradients.
 
     k and v are as of `ChooseCall.pages`, with room for S_kv keys of a sequence.
     """
-    decided = decide_choice(q, k, v, rule, S_kv, check_scale(None, q.shape[4]), q_pos, False, backend)
+    decided = decide_choice(q, k, v, rule, S_kv, check_scale(None, q.shape[4]), q_pos, False, None)
     decided.call.pages = pages
     o, lse, ranges, _ = run.run_forward(decided)
     return o, lse, ranges
@@ -179,7 +179,7 @@ def untraced_best_blocks(
             return (out,)
 
         def function(call: ChooseCall) -> tuple[Tensor]:
-            if call.requests is None or getattr(module, "takes_requests", _never)(call):
+            if call.requests is None or (hasattr(module, "takes_requests") and module.takes_requests(call)):
                 return choose(call, made)
             made.fill_(-1)
             for rows, request in call.each_request():
@@ -200,10 +200,6 @@ def untraced_best_blocks(
         decided.call.lengths, decided.call.pages, decided.call.scales, decided.call.requests = cache
         decided.call.start = -q.shape[1] if cache.requests is None else 0
     return run.run_forward(decided, function_of)[0]  # type: ignore[no-any-return]
-
-
-def _never(_: ChooseCall) -> bool:
-    return False
 
 
 def _result(q: Tensor, rule: Rule, tail: bool, indices: bool, lse: bool) -> Tensor:

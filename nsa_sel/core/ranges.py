@@ -42,32 +42,30 @@ _SAMPLED = 1 << 17  # blocks that `sample_rows` takes: of 16 a row, 128 tiles
 
 def disjoint(ranges: Tensor) -> Tensor:
     """Return the ranges of every row sorted by start, each without the keys of those before it; empty ones are [0, 0)."""
-    start, end = ranges.unbind(-1)
-    start = start.clamp(min=0)
-    filled = end > start
-    start, order = torch.sort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1, stable=True)
-    end = torch.where(filled, end, 0).gather(-1, order)
-    reach = torch.cummax(end, dim=-1).values
-    start = torch.cat((start[..., :1], torch.maximum(start[..., 1:], reach[..., :-1])), dim=-1)
+    start, end, before = _by_start(ranges)
+    start = torch.maximum(start, before)
     return torch.where((end > start).unsqueeze(-1), torch.stack((start, end), dim=-1), 0)
 
 
 def merged(ranges: Tensor) -> Tensor:
     """Sorted, disjoint ranges of the same keys: overlapping and adjacent ranges of a row become one, empty ones come
     last."""
+    start, end, before = _by_start(ranges)
+    slot = torch.cumsum((start > before).to(torch.int64), dim=-1) - 1
+    merged_start = torch.full_like(start, torch.iinfo(start.dtype).max).scatter_reduce(-1, slot, start, "amin")
+    merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
+    return torch.stack((torch.where(merged_end > 0, merged_start, 0), merged_end), dim=-1)
+
+
+def _by_start(ranges: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return start and end of every range, sorted by start, with [largest number, 0) for empty ones, which come last; and the
+    largest end before each, -1 for the first."""
     start, end = ranges.unbind(-1)
     start = start.clamp(min=0)
-    empty = end <= start
-    far = torch.iinfo(start.dtype).max
-    start, order = torch.sort(torch.where(empty, far, start), dim=-1, stable=True)
-    end = torch.where(empty, 0, end).gather(-1, order)
-    reach = torch.cummax(end, dim=-1).values
-    before = torch.nn.functional.pad(reach[..., :-1], (1, 0), value=-1)
-    slot = torch.cumsum((start > before).to(torch.int64), dim=-1) - 1
-    merged_start = torch.full_like(start, far).scatter_reduce(-1, slot, start, "amin")
-    merged_end = torch.zeros_like(end).scatter_reduce(-1, slot, end, "amax")
-    merged_start = torch.where(merged_end > 0, merged_start, 0)
-    return torch.stack((merged_start, merged_end), dim=-1)
+    filled = end > start
+    start, order = torch.sort(torch.where(filled, start, torch.iinfo(start.dtype).max), dim=-1, stable=True)
+    end = torch.where(filled, end, 0).gather(-1, order)
+    return start, end, torch.nn.functional.pad(torch.cummax(end, dim=-1).values[..., :-1], (1, 0), value=-1)
 
 
 def check_ranges(ranges: Tensor, block_size: int | None, max_length: int | None, in_order: bool) -> None:

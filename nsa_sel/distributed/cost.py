@@ -184,7 +184,6 @@ def planned(of: Sizes, asked: Choice) -> tuple[Exchange, list[list[int]] | None]
 
 
 def note(exchange: Exchange) -> None:
-    """Record one call's exchange."""
     _done.append(exchange)
 
 

@@ -330,12 +330,12 @@ def _route_of_all_before(cut: Cut, rank: int) -> Route:
 @functools.lru_cache(maxsize=256)
 def _route_of_branches(cut: Cut, rank: int, rule: Rule, before: int) -> Route:
     """Return the route of the keys that `_attend` receives; before: keys that a row sees before itself."""
-
-    def compressed_before(rank: int) -> Ranges:
-        return (range(rule.compressed_keys(cut.held(rank)[-1].stop)),)
-
     reaches = [
-        Reach.of(cut.ranks, lambda rank: own_compressed_keys(rule, cut, rank), compressed_before),
+        Reach.of(
+            cut.ranks,
+            lambda rank: own_compressed_keys(rule, cut, rank),
+            lambda rank: (range(rule.compressed_keys(cut.held(rank)[-1].stop)),),
+        ),
         Reach.of(cut.ranks, cut.held, lambda rank: cut.near(rank, before=before)),
     ]
     if cut.both_ends:

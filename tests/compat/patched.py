@@ -20,7 +20,6 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 def assert_same(got: Tensor, wanted: Tensor, inputs: list[Tensor]) -> None:
-    """Values and gradients, float64."""
     do = torch.randn(got.shape, generator=torch.Generator().manual_seed(2), dtype=got.dtype)
     torch.testing.assert_close(*((x, *torch.autograd.grad(x, inputs, do)) for x in (got, wanted)), atol=1e-12, rtol=1e-10)
 
@@ -104,7 +103,6 @@ def check_gradients(models: tuple[Any, Any], ids: Tensor, mask: Tensor | None) -
 
 
 def check_generation(models: tuple[Any, Any], ids: Tensor, mask: Tensor, new: int, **options: Any) -> None:
-    """Check that both models generate the same `new` tokens."""
     tokens = []
     for model in models:
         torch.manual_seed(0)

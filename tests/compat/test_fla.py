@@ -70,7 +70,6 @@ def reference(
 
 
 def assert_same(got: Tensor, wanted: Tensor, given: list[Tensor]) -> None:
-    """Values and gradients in all of `given`, in float32."""
     assert torch.allclose(got, wanted, rtol=0, atol=ROUNDING)
     do = torch.randn(got.shape, generator=torch.Generator().manual_seed(2))
     for mine, other in zip(torch.autograd.grad(got, given, do), torch.autograd.grad(wanted, given, do, retain_graph=True), strict=True):

@@ -12,19 +12,16 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from nsa_sel import MSAttention, NSACache, NSAttention
-from nsa_sel.errors import ArgumentError
 from nsa_sel.quantize import STORED
 from tests.compat.patched import on
 from tests.compat.test_minimax_m3 import ONE_LAYER, SIZES, transformers
+from tests.helpers.calls import assert_refused
 from tests.helpers.layer import poison
 
 S = 70
 
 
-@pytest.fixture(autouse=True)
-def cheapest_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Force the backend that compiles nothing."""
-    monkeypatch.setenv("NSA_SEL_BACKEND", "sdpa-packed")
+pytestmark = pytest.mark.usefixtures("packed_sdpa")
 
 
 def layer(device: str = "cpu", **options: Any) -> MSAttention:
@@ -66,7 +63,6 @@ def near(got: Any, wanted: Any, error: float) -> None:
 
 
 def gradients(made: MSAttention) -> dict[str, Tensor]:
-    """Return the gradients of all parameters that have one, by name."""
     return {name: parameter.grad.clone() for name, parameter in made.named_parameters() if parameter.grad is not None}
 
 
@@ -209,31 +205,22 @@ def step_of(made: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"^rotary_dim is 5; allowed: an even number from 0 to 8"):
-        MSAttention(32, 2, 2, 8, rotary_dim=5)
-    with pytest.raises(ArgumentError, match=r"^block_score is 'mean'"):
-        MSAttention(32, 2, 2, 8, block_score="mean")  # type: ignore[arg-type]
-    with pytest.raises(ArgumentError, match=r"^x is of shape \(2, 70, 31\)"):
-        layer()(hidden()[..., :31])
-    with pytest.raises(ArgumentError, match=r"^positions is"):
-        layer()(hidden(), torch.arange(3))
-    for match, options in {
-        r"^x is of B = 2 with cu_seqlens": {"cu_seqlens": [0, S]},
-        r"^max_seqlen is 9; allowed: None without": {"max_seqlen": 9},
-        r"^cache is given with return_loss": {"cache": step_of(layer()), "return_loss": True},
-        r"^cache is a dict": {"cache": {}},
-        r"^x is a tensor that requires gradients, or of a layer that does": {"cache": step_of(layer())},
-        r"^cache is of compress_block = 32; allowed: the layer's compress_block = 1": {"cache": step_of(NSAttention(32, 2, 2, 8))},
-    }.items():
-        with pytest.raises(ArgumentError, match=match):
-            layer()(hidden(), **options)
-    for match, cache in {
-        r"^cache is of torch.float64; allowed: torch.float32, the dtype of the layer's keys": step_of(layer(), torch.float64),
-        r"^cache is of 1 groups of index keys of 16 numbers": step_of(layer(index_dim=16)),
-    }.items():
-        with torch.no_grad(), pytest.raises(ArgumentError, match=match):
-            layer()(hidden(), cache=cache)
-    with pytest.raises(ArgumentError, match=r"^model_layers is 2 layers of 2 kinds"):
-        NSACache.of([layer(), NSAttention(32, 2, 2, 8)], 4, 16)
-    with pytest.raises(ArgumentError, match=r"^index_dim is 8; allowed: None with compression or a window"):
-        NSACache(1, 4, 16, 2, 8, index_dim=8, window=64)
+    def of_step(step: Any) -> Any:
+        return torch.no_grad()(lambda: layer()(hidden(), cache=step))
+
+    assert_refused(
+        (r"^rotary_dim is 5; allowed: an even number from 0 to 8", lambda: MSAttention(32, 2, 2, 8, rotary_dim=5)),
+        (r"^block_score is 'mean'", lambda: MSAttention(32, 2, 2, 8, block_score="mean")),  # type: ignore[arg-type]
+        (r"^x is of shape \(2, 70, 31\)", lambda: layer()(hidden()[..., :31])),
+        (r"^positions is", lambda: layer()(hidden(), torch.arange(3))),
+        (r"^x is of B = 2 with cu_seqlens", lambda: layer()(hidden(), cu_seqlens=[0, S])),
+        (r"^max_seqlen is 9; allowed: None without", lambda: layer()(hidden(), max_seqlen=9)),
+        (r"^cache is given with return_loss", lambda: layer()(hidden(), cache=step_of(layer()), return_loss=True)),
+        (r"^cache is a dict", lambda: layer()(hidden(), cache={})),
+        (r"^x is a tensor that requires gradients, or of a layer that does", lambda: layer()(hidden(), cache=step_of(layer()))),
+        (r"^cache is of compress_block = 32; allowed: the layer's compress_block = 1", of_step(step_of(NSAttention(32, 2, 2, 8)))),
+        (r"^cache is of torch.float64; allowed: torch.float32, the dtype of the layer's keys", of_step(step_of(layer(), torch.float64))),
+        (r"^cache is of 1 groups of index keys of 16 numbers", of_step(step_of(layer(index_dim=16)))),
+        (r"^model_layers is 2 layers of 2 kinds", lambda: NSACache.of([layer(), NSAttention(32, 2, 2, 8)], 4, 16)),
+        (r"^index_dim is 8; allowed: None with compression or a window", lambda: NSACache(1, 4, 16, 2, 8, index_dim=8, window=64)),
+    )

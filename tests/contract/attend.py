@@ -10,7 +10,6 @@ import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
-from unittest import mock
 
 import pytest
 import torch
@@ -258,23 +257,6 @@ def check_workspace(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None
     assert all(map(torch.equal, *runs))
 
 
-def check_compile(lane: Lane, shape: Shape, patch: pytest.MonkeyPatch) -> None:
-    """A call that torch.compile traces as one graph gives the bits of an eager call, forward and backward."""
-    qkv, kept = problem(lane, shape)
-    do = torch.randn(*qkv[0].shape[:-1], shape.Dv).to(qkv[0])
-
-    def call(q: Tensor, k: Tensor, v: Tensor, ranges: Tensor) -> tuple[Tensor, Tensor]:
-        selection = Selection.from_ranges(ranges, shape.block)
-        o, lse = nsa_sel.selection_attention(q, k, v, selection, return_lse=True, backend=lane.name)
-        return o * 1, lse
-
-    works = call, torch.compile(call, fullgraph=True, backend="aot_eager")
-    runs = [both_passes(lambda *qkv, work=work: work(*qkv, kept.ranges), qkv, do) for work in works]
-    assert {decision.forward for decision in nsa_sel.decisions()[-2:]} == {lane.name}
-    torch._dynamo.reset()  # later sizes would be traced as symbols, which takes long
-    assert all(map(torch.equal, *runs))
-
-
 def check_autocast(lane: Lane, dtype: torch.dtype, patch: pytest.MonkeyPatch) -> None:
     """Under autocast a call of float32 computes in its dtype, and gradients come back in float32."""
     shape = lane.shapes()[-1]
@@ -414,15 +396,13 @@ SHAPED: dict[str, Callable[[Lane, Shape, pytest.MonkeyPatch], None]] = {
     "many-keys": check_many_keys,
     "many-rows": check_many_rows,
     "workspace": check_workspace,
-    "compile": check_compile,
 }
 
 # Where every pass takes a second: what does not depend on the kernel family is tested with few.
 FEW: dict[str, dict[str, int]] = {
-    "emulated": {"one-group": 2, "graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0, "compile": 1},
-    "interpreter": {"one-group": 2, "graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0, "compile": 1},
-    "cpu": {"many-rows": 0, "compile": 1},
-    "cuda": {"compile": 2},
+    "emulated": {"one-group": 2, "graph": 0, "workspace": 1, "packed": 2, "reuse": 1, "many-rows": 0},
+    "interpreter": {"one-group": 2, "graph": 0, "workspace": 1, "many-keys": 1, "many-rows": 0},
+    "cpu": {"many-rows": 0},
     "key-tiles": {"poison": 0, "packed": 0},  # which packed SDPA takes where all keys are finite
 }
 
@@ -614,14 +594,6 @@ def check_keys_of_calls(lane: Lane, what: str, patch: pytest.MonkeyPatch) -> Non
     check_both(lane.name, *given, selection_of(lane, shape, S, S_kv))
 
 
-def check_fallback(lane: Lane, direction: str, patch: pytest.MonkeyPatch) -> None:
-    """A forced backend that fails raises."""
-    qkv, selection = problem(lane, lane.shapes()[0])
-    patch.setattr(registry.load(lane.name), direction, mock.Mock(side_effect=RuntimeError("no such kernel")))
-    with pytest.raises(RuntimeError, match="no such kernel"):
-        attend(lane.name, *(x.requires_grad_() for x in qkv), selection)[0].sum().backward()
-
-
 class Asked(NamedTuple):
     """A cell of the matrix that the requirements ask for: how L keys of a row are cut, head dims, and heads."""
 
@@ -694,7 +666,6 @@ PLAIN: dict[str, tuple[Callable[[Lane, Any, pytest.MonkeyPatch], None], Callable
     "repeats": (check_repeats, lambda lane: [1, 8] if lane.device == "cuda" else [1, 2]),
     "most-ranges": (check_most_ranges, lambda lane: [] if lane.slow and lane.backend.shares == "blocks" else [2048]),
     "call-keys": (check_keys_of_calls, lambda lane: [] if lane.slow else ["q", "k", "v", "needs-grad"]),
-    "failure": (check_fallback, lambda lane: ["forward", "backward"]),
     "autocast": (check_autocast, lambda lane: [torch.float16] if lane.slow else [torch.float16, torch.bfloat16]),
     "growing": (check_growing, lambda lane: [] if lane.slow else [4]),
     "host": (check_host, lambda lane: ["eager", "debug"] if lane.device == "cuda" else [] if lane.slow else ["debug"]),
@@ -722,7 +693,6 @@ def cells(*devices: str, only: tuple[str, ...] = (), leave_out: tuple[str, ...] 
 
 
 def run(behavior: str, lane: Lane, what: Any, patch: pytest.MonkeyPatch) -> None:
-    """Run a cell."""
     lane.open(patch)
     check = SHAPED[behavior] if behavior in SHAPED else PLAIN[behavior][0]
     check(lane, what, patch)

@@ -65,7 +65,6 @@ class Lane(NamedTuple):
         return getattr(torch, DEFAULT_DTYPE.get(self.device, "float32"))  # type: ignore[no-any-return]
 
     def takes(self, shape: Shape) -> bool:
-        """Return True if the backend's limits allow the shape."""
         limits = self.limits
         if (shape.block is None and limits.block_aligned_only) or (shape.block is not None and not limits.takes_block(shape.block)):
             return False
@@ -128,7 +127,6 @@ class Lane(NamedTuple):
 
 
 def lanes(*devices: str, kind: Any = "attend") -> list[Lane]:
-    """Return the lanes of these devices."""
     found = []
     for device in devices:
         for backend in registry.backends(kind).values():

@@ -68,12 +68,12 @@ class Cache(NamedTuple):
     keys: Tensor  # [B,groups,C,D] of every sequence in float64, 0 where it has none
 
 
-def make_cache(lane: Lane, case: Index, dtype: torch.dtype, seed: int = 0, sizes: tuple[int, ...] = ()) -> Cache:
-    """Sequences of `sizes` keys, by default LENGTHS.
+def make_cache(lane: Lane, case: Index, dtype: torch.dtype, seed: int = 0) -> Cache:
+    """Sequences of LENGTHS keys.
 
     NaN in all index keys, and in scales of pages, that no token sees; pages that do not exist in the table after the last one.
     """
-    generator, lengths, rule = torch.Generator().manual_seed(seed), torch.tensor(sizes or LENGTHS[lane.device]), case.rule
+    generator, lengths, rule = torch.Generator().manual_seed(seed), torch.tensor(LENGTHS[lane.device]), case.rule
     B, C, D = len(lengths), rule.compressed_keys(ROOM[lane.device]), case.D
     page = case.page or C
     each = -(-C // page)
@@ -233,16 +233,13 @@ class Packed(NamedTuple):
     rows: Cache
 
 
-def make_packed(
-    lane: Lane, case: Index, dtype: torch.dtype, new: tuple[int, ...], lengths: tuple[int, ...] = (), seed: int = 0
-) -> Packed:  # fmt: skip
-    """`new` rows of each request over so many keys, by default those of LENGTHS in turn."""
-    lengths = lengths or LENGTHS[lane.device]
-    cache = make_cache(lane, case, dtype, seed, lengths)
+def make_packed(lane: Lane, case: Index, dtype: torch.dtype, new: tuple[int, ...]) -> Packed:
+    """`new` rows of each request, in turn."""
+    cache, lengths = make_cache(lane, case, dtype), LENGTHS[lane.device]
     counts, seen = torch.tensor(new).repeat(-(-len(lengths) // len(new)))[: len(lengths)], torch.tensor(lengths)
     cu = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     T, padding = int(cu[-1]), 3
-    q = torch.randn(T, case.G, case.h, case.D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    q = torch.randn(T, case.G, case.h, case.D, generator=torch.Generator().manual_seed(0)).to(dtype)
     q = torch.cat((q, q.new_full((padding, *q.shape[1:]), torch.nan)))
     request = torch.repeat_interleave(torch.arange(len(counts)), counts)
     seen = (seen[request] - cu[request + 1] + torch.arange(T) + 1).clamp(min=0)  # keys up to each row's own

@@ -193,7 +193,6 @@ def poisoned(of: Inputs) -> tuple[Inputs, Inputs]:
 
 
 def strided(of: Inputs) -> tuple[Inputs, Inputs]:
-    """Return inputs, and these with other strides."""
     q = of.q.permute(3, 1, 0, 2, 4).contiguous().permute(2, 1, 3, 0, 4)
     return of, of._replace(q=q, k=of.k.transpose(1, 2).contiguous().transpose(1, 2))
 

@@ -62,11 +62,10 @@ def inputs_of(lane: Lane, gates: str, dtype: torch.dtype) -> Inputs:
     return Inputs(*leaves, chosen.block_indices)
 
 
-def attended(lane: Lane, inputs: Inputs, work: Any = nsa_attention) -> Tensor:
+def attended(lane: Lane, inputs: Inputs) -> Tensor:
     """o [B,S,G,h,D], by the lane's backend."""
     *_, rule, window = sizes_of(lane)
-    o: Tensor = work(*inputs[:8], q_cmp=inputs.q_cmp, window=window, backend=lane.name, **rule._asdict())
-    return o
+    return nsa_attention(*inputs[:8], q_cmp=inputs.q_cmp, window=window, backend=lane.name, **rule._asdict())
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> Tensor:
@@ -151,17 +150,10 @@ def test_layer_gradients_of_tiny_gates(lane: Lane, what: torch.dtype, monkeypatc
         check(lane, inputs_of(lane, "tiny", what))
 
 
-@each(lambda lane: [None] if not lane.slow else [])
-def test_layer_compiled_and_under_autocast(lane: Lane, what: None) -> None:
-    """A traced call is one graph with an eager call's bits, gradients too; float32 under autocast computes in its dtype."""
-    *sizes, rule, window = sizes_of(lane)
-    inputs = inputs_of(lane, "mixed", torch.float32 if torch.float32 in lane.dtypes else torch.float16)
-    traced = torch.compile(nsa_attention, fullgraph=True, backend="aot_eager")
-    outputs = [attended(lane, inputs, work) for work in (nsa_attention, traced)]
-    torch.testing.assert_close(*((o, *torch.autograd.grad(o.sum(), inputs[:9])) for o in outputs))
-    torch._dynamo.reset()  # later sizes would be traced as symbols, which takes long
-    if torch.float32 not in lane.dtypes:
-        return
+@each(lambda lane: [None] if torch.float32 in lane.dtypes and not lane.slow else [])
+def test_layer_under_autocast(lane: Lane, what: None) -> None:
+    """float32 computes in autocast's dtype, and its gradients are float32."""
+    inputs = inputs_of(lane, "mixed", torch.float32)
     with torch.autocast(lane.place, torch.float16):
         o = attended(lane, inputs)
     cast = Inputs(*(x if name == "gates" else x.half() for name, x in zip(NAMES, inputs, strict=False)))

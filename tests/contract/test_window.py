@@ -89,7 +89,6 @@ class Kernels(NamedTuple):
         return torch.bfloat16 if self.device == "cuda" else torch.float32
 
     def takes(self, shape: Shape) -> bool:
-        """Return True if these kernels run such sizes themselves."""
         _, S, S_kv, _, h, Dk, Dv, _ = shape
         if self.name == "cuda":
             return h > 1 and ARITHMETIC_TILES.fits(S, S_kv, h, Dk, Dv, 64)
@@ -117,7 +116,6 @@ LANES = [Kernels("chunks", "cpu"), Kernels("triton", "interpreter"), *(Kernels(n
 
 
 def each(whats: Any = lambda lane: [None]) -> Any:
-    """Return the mark that runs a test `(lane, what)` for all lanes."""
     found = [(lane, what) for lane in LANES for what in whats(lane)]
     parameters = [pytest.param(lane, what, marks=lane.marks(), id=f"{lane.name}-{lane.device}-{what}") for lane, what in found]
     return pytest.mark.parametrize(("lane", "what"), parameters)
@@ -370,4 +368,4 @@ def test_window_calls_that_cuda_leaves_to_triton(lane: Kernels, monkeypatch: pyt
         WindowCall(q[..., :1, :], k, v, 512, 1.0),
     ):
         assert not window_cuda.supports(call, device_info(q.device))
-        assert window_cuda.forward(*call[:5], call.bounds) == ("o", "lse")
+        assert window_cuda.forward(call.q, call.k, call.v, call.window, call.scale, call.bounds) == ("o", "lse")

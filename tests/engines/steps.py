@@ -13,6 +13,7 @@ from triton.runtime.autotuner import Autotuner
 from triton.runtime.jit import KernelInterface
 
 from nsa_sel.oracle import oracle_forward
+from tests.helpers.caches import SPARE, shuffled_pages
 
 PAGE = 128
 G, h, D, INDEX_D, n = 2, 4, 128, 64, 3
@@ -83,8 +84,5 @@ def make_step(queries: Sequence[int], contexts: Sequence[int]) -> Step:
     """Return a step whose pages are shuffled."""
     lengths = [q + c for q, c in zip(queries, contexts, strict=True)]
     used = [-(-length // PAGE) for length in lengths]
-    table = torch.full((len(queries), max(used) + 2), 2**30, dtype=torch.int32)
-    shuffled = torch.randperm(sum(used) + 3, generator=torch.Generator().manual_seed(0)).int()
-    for row, count in enumerate(used):
-        table[row, :count], shuffled = shuffled[:count], shuffled[count:]
-    return Step(list(queries), lengths, table, sum(used) + 3)
+    table = shuffled_pages(used, max(used) + 2, torch.Generator().manual_seed(0))
+    return Step(list(queries), lengths, table.masked_fill(table < 0, 2**30), sum(used) + SPARE)

@@ -30,7 +30,6 @@ class Case(NamedTuple):
 
 
 def case(seed: int, device: str = "cpu") -> Case:
-    """Return the case of a seed."""
     rng = random.Random(f"{device} {seed}")
     kind = rng.choices(list(KINDS), list(KINDS.values()))[0]
     make = {"call": _call, "varlen": _varlen, "cache": _cache, "bad": _bad}[kind]

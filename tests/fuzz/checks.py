@@ -47,7 +47,6 @@ def _tensor(numbers: Any, shape: tuple[int, ...], dtype: str) -> Tensor:
 
 
 def make_selection(f: Facts, device: str) -> Selection | Tensor:
-    """The selection as the case asks for it."""
     s, rows = f["selection"], (f["B"], f["S"], f["G"])
 
     def place(x: Tensor) -> Tensor:

@@ -146,9 +146,8 @@ def oracle_results(
 
 
 def plain_results(
-    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None = None, scale: float | None = None,
-    q_pos: Tensor | None = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
+    q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, do: Tensor, dlse: Tensor | None, scale: float | None, q_pos: Tensor | None
+) -> tuple[Tensor, ...]:
     """o, lse, dq, dk, dv of the baseline."""
     inputs = [tensor.detach().requires_grad_() for tensor in (q, k, v)]
     o, lse = dense_attention(*inputs, ranges, scale, q_pos)
@@ -160,12 +159,14 @@ def plain_results(
 def assert_forward(
     got: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, ranges: Tensor, scale: float | None = None, q_pos: Tensor | None = None
 ) -> None:
-    """o and lse have the contract's dtypes and are as close to the oracle as `assert_within_twice_baseline` asks."""
+    """o and lse have the contract's dtypes and are as close to the oracle as `assert_within_twice_baseline` asks; o is exactly 0 where lse
+    is -inf."""
     assert got[0].dtype == q.dtype
     assert got[1].dtype == lse_dtype(q)
     oracle, plain = oracle_forward(q, k, v, ranges, scale, q_pos), dense_attention(q, k, v, ranges, scale, q_pos)
     for name, mine, exact, baseline in zip(("o", "lse"), got, oracle, plain, strict=True):
         assert_within_twice_baseline(mine, exact, baseline, name)
+    assert not got[0][got[1] == -torch.inf].any()
 
 
 def assert_gradients(

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel import Selection, decisions, selection_attention
 from nsa_sel.oracle import oracle_mask
@@ -77,13 +80,13 @@ EMPTY_PLACES = ("q", "do", "dlse", "keys", "all")
 ALL_POISONS = {"nan": EMPTY_PLACES, **dict.fromkeys(("inf", "negative", "huge"), ("all",))}  # and where to put each
 
 
-def through(backend: str, selection: Selection, *, q_pos: Tensor | None = None) -> Run:
+def through(backend: str, selection: Selection) -> Run:
     """A run of `backend`, forced, with the recorded decision asserted, and plans of its own."""
 
     def run(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor) -> tuple[Tensor, ...]:
         inputs = [x.detach().requires_grad_() for x in (q, k, v)]
         with new_memory_is_nan():
-            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size), q_pos=q_pos)
+            o, lse = attend(backend, *inputs, Selection(selection.ranges, selection.block_size))
             return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), inputs, (do, dlse))
 
     return run
@@ -162,3 +165,27 @@ def check_one_row(
                 others = far if name in ("dk", "dv") else ~row
                 assert torch.allclose(after[others], before[others], rtol=tolerance, atol=tolerance), (poison, place, name)
         assert poison != "nan" or all(bool(x[row].isnan().all()) for x in results["q"][:3])
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that tensors made under it hold at once, and those of the largest; views of `given` hold none."""
+
+    def __init__(self, *given: Tensor) -> None:
+        super().__init__()
+        self.held = {x.untyped_storage()._cdata: 1 for x in given}  # tensors of each storage
+        self.bytes = self.most = self.largest = 0
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = op(*args, **(kwargs or {}))
+        for x in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(x, Tensor):
+                storage = x.untyped_storage()
+                self.count(storage._cdata, storage.nbytes(), 1)
+                weakref.finalize(x, self.count, storage._cdata, storage.nbytes(), -1)
+        return made
+
+    def count(self, storage: int, size: int, change: int) -> None:
+        before = self.held.get(storage, 0)
+        self.held[storage] = before + change
+        self.bytes += size * ((self.held[storage] > 0) - (before > 0))
+        self.most, self.largest = max(self.most, self.bytes), max(self.largest, size * (before == 0))

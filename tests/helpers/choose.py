@@ -167,7 +167,6 @@ def check_gradients(forward: Forward, backward: Backward, call: ChooseCall, *, w
 
 
 def check_both(backend: ModuleType, call: ChooseCall, slack: float = 0.0, *, with_lse: bool = True) -> None:
-    """`check_forward` and `check_gradients`."""
     check_forward(backend.forward, call, slack)
     check_gradients(backend.forward, backend.backward, call, with_lse=with_lse)
 

@@ -181,7 +181,6 @@ def gated(dtype: torch.dtype, device: str = "cpu", Dv: int = 24) -> tuple[tuple[
 
 
 def by_autograd(branches: tuple[Tensor, ...], gates: Tensor, do: Tensor) -> tuple[Tensor, ...]:
-    """o and gradients in float64."""
     leaves = [x.double().requires_grad_() for x in (*branches, gates)]
     o = leaves[0] * leaves[3][..., :1] + leaves[1] * leaves[3][..., 1:2] + leaves[2] * leaves[3][..., 2:]
     return o.detach(), *torch.autograd.grad(o, leaves, do.double())
@@ -241,32 +240,30 @@ def check_deltas(dtype: torch.dtype, device: str) -> None:
         assert bool(dgates[..., 1].isnan().all())
 
 
-def check_gate_parts(dtype: torch.dtype, device: str, Dv: int) -> None:
-    """The sum, and the gradients of one branch after the other, of each group alone, written into tensors of other strides: bit-equal to
-    those of all at once, by the kernels and by plain PyTorch. Strides are multiples of 16: with others the compiler stores, and so adds, in
-    another order."""
-    branches, gates, do = gated(dtype, device, Dv)
-    lse = log_sums(gates)
-    for module in (elementwise, _gate_plain) if device == "cpu" else (elementwise,):
-        whole = torch.empty_like(do)
-        module.write_sum(branches, gates, whole)
-        for given in (None, lse):
-            *outputs, dgates = by_module(module, do, branches, gates, given)
-            to = torch.full((*do.shape[:4], Dv + 16), torch.nan, dtype=dtype, device=device)[..., :Dv]
-            to_gates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=gates.dtype, device=device).movedim(0, -1)
-            for g in range(do.shape[2]):
-                of = slice(None), slice(None), slice(g, g + 1)
-                module.write_sum(tuple(x[of] for x in branches), gates[of], to[of])
-                for c in range(3):
-                    alone: list[Any] = [None, None, None]
-                    alone[c] = branches[c][of]
-                    found = module.backward(do[of], alone, gates[of], to_gates[of], given is None)
-                    if given is not None:
-                        found = module.raise_lse([x[of] if i == c else None for i, x in enumerate(given)], gates[of])
-                    assert [x is None for x in found] == [i != c for i in range(3)]
-                    assert torch.equal(found[c], outputs[c][of])  # type: ignore[arg-type]
-            assert torch.equal(to, whole)
-            assert torch.equal(to_gates, dgates)
+def check_gate_parts(dtype: torch.dtype, Dv: int) -> None:
+    """The sum, and the gradients of one branch after the other, of each group alone, written into tensors of other strides, by the kernels
+    on a GPU: bit-equal to those of all at once. Strides are multiples of 16: with others the compiler stores, and so adds, in another
+    order."""
+    branches, gates, do = gated(dtype, "cuda", Dv)
+    whole = torch.empty_like(do)
+    elementwise.write_sum(branches, gates, whole)
+    for given in (None, log_sums(gates)):
+        *outputs, dgates = by_module(elementwise, do, branches, gates, given)
+        to = torch.full((*do.shape[:4], Dv + 16), torch.nan, dtype=dtype, device="cuda")[..., :Dv]
+        to_gates = torch.full((3, *gates.shape[:4]), torch.nan, dtype=gates.dtype, device="cuda").movedim(0, -1)
+        for g in range(do.shape[2]):
+            of = slice(None), slice(None), slice(g, g + 1)
+            elementwise.write_sum(tuple(x[of] for x in branches), gates[of], to[of])
+            for c in range(3):
+                alone: list[Any] = [None, None, None]
+                alone[c] = branches[c][of]
+                found = elementwise.backward(do[of], alone, gates[of], to_gates[of], given is None)
+                if given is not None:
+                    found = elementwise.raise_lse([x[of] if i == c else None for i, x in enumerate(given)], gates[of])
+                assert [x is None for x in found] == [i != c for i in range(3)]
+                assert torch.equal(found[c], outputs[c][of])
+        assert torch.equal(to, whole)
+        assert torch.equal(to_gates, dgates)
 
 
 def check_rotation(dtype: torch.dtype, device: str, D: int) -> None:

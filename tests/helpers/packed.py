@@ -12,7 +12,7 @@ from torch import Tensor
 from nsa_sel import Selection, decisions, selection_attention_with_kvcache
 from nsa_sel.quantize import STORED
 from nsa_sel.testing import dense_attention
-from tests.helpers.caches import Cache, Pool, as_stored
+from tests.helpers.caches import SPARE, Cache, Pool, as_stored, shuffled_pages
 from tests.helpers.cases import assert_within_twice_baseline
 
 
@@ -110,9 +110,8 @@ def make_step(
     if page_size is None:
         table = torch.arange(len(new), dtype=torch.int32).unsqueeze(1)  # a request's cache is its page
     elif table is None:
-        order = iter(torch.randperm(sum(used) + 3, generator=torch.Generator().manual_seed(seed)).tolist())
-        table = torch.tensor([[next(order) if i < count else -1 for i in range(-(-room // page))] for count in used], dtype=torch.int32)
-    pages = len(new) if page_size is None else sum(used) + 3
+        table = shuffled_pages(used, -(-room // page), torch.Generator().manual_seed(seed))
+    pages = len(new) if page_size is None else sum(used) + SPARE
     keys, values = pools or (make_pool((pages, page, G, D), each, dtype, made) for D in (Dk, Dv))
     unused = torch.ones(keys.stored.shape[:2], dtype=torch.bool)
     for row, length in zip(table.tolist(), lengths, strict=True):

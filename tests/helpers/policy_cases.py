@@ -34,7 +34,6 @@ LONG = msgspec.structs.replace(SHORT, n=128, max_length=8192)
 
 
 def replace(thing: Any, **changes: Any) -> Any:
-    """A frozen struct with some fields changed."""
     return msgspec.structs.replace(thing, **changes)
 
 
@@ -54,7 +53,6 @@ def decide(
 
 
 def codes(decision: Decision, backend: str) -> list[str]:
-    """The codes of the forward reasons of one backend."""
     return [reason.code for verdict in decision.verdicts if verdict.backend == backend for reason in verdict.forward]
 
 

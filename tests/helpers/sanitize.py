@@ -61,7 +61,6 @@ def run(backend: str, blocks: list[int]) -> int:
 
 
 def refused(backend: str, *call: Any) -> bool:
-    """Return True if the backend's limits refuse a call."""
     verdicts = explain(*call, backend=backend).verdicts
     against = [reason for verdict in verdicts if verdict.backend == backend for reason in (*verdict.forward, *verdict.backward)]
     return any(reason.kind == "unsupported" for reason in against)

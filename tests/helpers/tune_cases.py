@@ -30,13 +30,12 @@ FORWARD = "triton-group/forward-blocks"
 OTHER = KernelConfig(32, 2, 3, loads="tma")
 
 
-def some_jobs(backend: str = "triton-group", quick: bool = True) -> list[Job]:
-    """Jobs for the H200, which is not here."""
-    return jobs(settings_for(H200), 90, (CASE,), backend, None, quick)
+def some_jobs() -> list[Job]:
+    """Quick jobs of triton-group for the H200, which is not here."""
+    return jobs(settings_for(H200), 90, (CASE,), "triton-group", None, True)
 
 
 def one_problem_job() -> Job:
-    """A kernel that one problem judges."""
     job = some_jobs()[0]
     return job._replace(problems=job.problems[:1])
 

@@ -39,7 +39,6 @@ class Packed(NamedTuple):
 
 
 def tensors(packed: Packed) -> dict[str, Any]:
-    """The bounds as tensors."""
     cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k, dtype=torch.int32)
     return {"cu_seqlens_q": cu_q, "cu_seqlens_k": None if packed.cu_q == packed.cu_k else cu_k}
 

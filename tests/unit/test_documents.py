@@ -22,7 +22,6 @@ TEXTS = {
 
 
 def blocks(document: str, language: str) -> list[str]:
-    """The fenced blocks of one language, in order."""
     return re.findall(rf"^```{language}\n(.*?)^```$", TEXTS[document], flags=re.MULTILINE | re.DOTALL)
 
 

@@ -46,7 +46,7 @@ assert "sdpa-packed" in backends()
 assert [file.name for file in (home / "bench" / "data").iterdir()] == ["smollm2_maps.npz"]
 from nsa_sel.cli import demo
 assert not demo.TRACE.exists()
-assert demo.synthetic_problem().facts["synthetic"]
+assert demo.synthetic_problem()[-1] == {"synthetic": True}
 
 q, k, v = torch.randn(1, 4, 1, 2, 8), torch.randn(1, 1, 4, 8), torch.randn(1, 1, 4, 8)
 ranges = torch.tensor([0, 4]).expand(1, 4, 1, 1, 2)

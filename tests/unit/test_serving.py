@@ -477,6 +477,9 @@ def index_cache(**changes: Any) -> dict[str, Any]:
     return {**arguments, "block_table": table, "block_size": 16, "n": 2, **changes}
 
 
+PACKED = {"q": torch.zeros(5, 2, 1, 16), "cu_seqlens_q": [0, 2, 5]}
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -498,19 +501,6 @@ def index_cache(**changes: Any) -> dict[str, Any]:
         ({"softmax": True, "activation": "relu"}, r"^activation is 'relu'"),
         ({"n": 0}, r"^n is 0"),
         ({"local": 3}, r"^first \+ local is 3|^first"),
-    ],
-)  # fmt: skip
-def test_bad_arguments_of_a_choice_are_refused(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ArgumentError, match=message):
-        choose_blocks_with_kvcache(**index_cache(**changes))
-
-
-PACKED = {"q": torch.zeros(5, 2, 1, 16), "cu_seqlens_q": [0, 2, 5]}
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
         ({"max_seqlen_q": 3}, r"^max_seqlen_q is 3; allowed: None without cu_seqlens_q"),
         ({"cu_seqlens_q": [0, 2, 5]}, r"^q is of shape \(2, 1, 2, 1, 16\); allowed: \[T,G,h,Dk\] with cu_seqlens_q"),
         ({**PACKED, "cu_seqlens_q": [0, 5]}, r"^cu_seqlens_q is of 1 requests"),
@@ -527,7 +517,7 @@ PACKED = {"q": torch.zeros(5, 2, 1, 16), "cu_seqlens_q": [0, 2, 5]}
         ({**PACKED, "out": torch.zeros(5, 2, 4).int()[..., ::2]}, r"^out is .* and strides \(8, 4, 2\)"),
     ],
 )  # fmt: skip
-def test_bad_arguments_of_packed_requests_are_refused(changes: dict[str, Any], message: str) -> None:
+def test_bad_arguments_of_a_choice_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ArgumentError, match=message):
         choose_blocks_with_kvcache(**index_cache(**changes))
 

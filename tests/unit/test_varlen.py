@@ -46,7 +46,13 @@ from tests.helpers.varlen_cases import (
 )
 
 CPU = ("sdpa-packed", "numba")
-unseen = pytest.mark.usefixtures("unreadable_bounds")
+
+
+@pytest.fixture
+def unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    hide_bounds(monkeypatch)
+
+
 ON_BLOCKS = ("triton-tile", "triton-block")
 MIXED = (5, 0, 1, 18, 16, 2)  # shorter than a block of 16, empty, one row, unaligned
 ALIGNED = (16, 0, 32, 7)  # all begin at multiples of 16
@@ -75,7 +81,7 @@ def test_all_forms_of_bounds_give_equal_results(packed: Packed) -> None:
     torch.testing.assert_close(raw, expected[0], atol=2e-6, rtol=0)
 
 
-@unseen
+@pytest.mark.usefixtures("unseen")
 def test_bounds_on_a_gpu_align_only_by_promise_or_for_one_sequence() -> None:
     packed = pack((20,))
     selection_attention_varlen(*packed[:4], **tensors(packed))
@@ -101,7 +107,7 @@ def test_a_broken_promise_of_alignment_is_refused(monkeypatch: pytest.MonkeyPatc
         selection_attention_varlen(*packed[:4], **tensors(packed), block_aligned=True)
 
 
-@unseen
+@pytest.mark.usefixtures("unseen")
 def test_moved_selections_are_cached_until_an_input_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     packed, made = pack((3, 5), (32, 18)), calls_of(monkeypatch, packed_batches, "positions_in_sequences")
     cu_q, cu_k = torch.tensor(packed.cu_q), torch.tensor(packed.cu_k)
@@ -286,7 +292,7 @@ def test_backends_of_whole_blocks_serve_any_bounds_when_forced(backend: str) -> 
     check_varlen(backend, packed._replace(selection=Selection(packed.selection.ranges.long(), 16)))
 
 
-@unseen
+@pytest.mark.usefixtures("unseen")
 def test_bounds_on_a_gpu_can_be_aligned() -> None:
     for packed in (pack(MIXED, n=2, spare=1), pack((1, 18, 0, 2), (33, 16, 5, 1), n=2)):
         check_varlen("numba", packed, align=True, **tensors(packed))

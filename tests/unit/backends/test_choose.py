@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from msgspec.structs import replace
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel.backends import choose_cuda, choose_torch, choose_triton
 from nsa_sel.backends._triton import choose_dkdv, choose_few, choose_rows, choose_scores
@@ -21,7 +20,7 @@ from nsa_sel.oracle import oracle_choose_backward
 from nsa_sel.selection import Selection
 from nsa_sel.settings.schema import KernelConfig
 from tests.helpers.cases import make_grads
-from tests.helpers.checks import new_memory_is_nan
+from tests.helpers.checks import Peak, new_memory_is_nan
 from tests.helpers.choose import (
     SMALL,
     check_both,
@@ -74,30 +73,16 @@ def test_torch_takes_a_compressed_block_longer_than_a_block() -> None:
     check_forward(choose_torch.forward, call)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation makes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        made = function(*args, **(kwargs or {}))
-        for x in torch.utils._pytree.tree_leaves(made):
-            if isinstance(x, torch.Tensor) and x._base is None and not function.is_view:
-                self.bytes = max(self.bytes, x.numel() * x.element_size())
-        return made
-
-
 @pytest.mark.parametrize("positions", ["implied", "given"])
 def test_chunks_of_torch_bound_its_temporaries(positions: str) -> None:
     call = make_choose_call((2, 700, 700, 1, 4, 16, 16, SMALL), scratch=400_000)
     if positions == "given":
         call.q_pos = call.positions().flip(0)
-    with LargestTensor() as largest:
+    grads = make_grads(call.q, call.v)
+    with Peak(call.q, call.k, call.v) as held:
         o, lse, _ = choose_torch.forward(call)
-        choose_torch.backward(call, o, lse, *make_grads(call.q, call.v))
-    assert largest.bytes <= max(call.scratch, call.q.numel() * 4)
+        choose_torch.backward(call, o, lse, *grads)
+    assert held.largest <= max(call.scratch, call.q.numel() * 4)
 
 
 # Triton

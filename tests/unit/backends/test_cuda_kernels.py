@@ -131,10 +131,10 @@ def test_a_cluster_takes_tokens_blocks_of_two_steps_and_many_ranges(monkeypatch:
 # Block indices
 
 
-def repeated_blocks(B: int, G: int, n: int, blocks: int, dtype: torch.dtype) -> Tensor:
-    """Block indices [B,1,G,n], unsorted: duplicates near and far, padding in any position, blocks past the end, values near the dtype's
+def repeated_blocks(n: int, blocks: int, dtype: torch.dtype) -> Tensor:
+    """Block indices [2,1,2,n], unsorted: duplicates near and far, padding in any position, blocks past the end, values near the dtype's
     bounds."""
-    indices = torch.randint(-2, blocks + 3, (B, 1, G, n), generator=torch.Generator().manual_seed(n), dtype=dtype)
+    indices = torch.randint(-2, blocks + 3, (2, 1, 2, n), generator=torch.Generator().manual_seed(n), dtype=dtype)
     indices[..., n // 2] = indices[..., 0]
     if n > 33:
         indices[..., 33], indices[..., n - 1] = indices[..., 1], indices[..., 2]
@@ -171,7 +171,7 @@ def test_whole_blocks_count_once(
 ) -> None:
     emulated(monkeypatch, mode)
     S_kv = 65 * n if n > 32 else 700
-    indices = repeated_blocks(2, 2, n, S_kv // block, dtype)
+    indices = repeated_blocks(n, S_kv // block, dtype)
     gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // 2))
     check_indices(whole_blocks.forward, block, indices, indexed, gpu, S_kv)
 
@@ -193,14 +193,14 @@ def test_small_blocks_count_once(
     emulated(monkeypatch, mode)
     S_kv = max(300, n * block // 2)
     gpu = msgspec.structs.replace(GPU, sm_count=-(-5 * cluster // (1 if D == 256 else 2)))
-    check_indices(whole_blocks.forward, block, repeated_blocks(2, 2, n, S_kv // block, dtype), indexed, gpu, S_kv, D)
+    check_indices(whole_blocks.forward, block, repeated_blocks(n, S_kv // block, dtype), indexed, gpu, S_kv, D)
 
 
 @pytest.mark.parametrize("cluster", [1, 4])
 def test_keys_of_256_columns(monkeypatch: pytest.MonkeyPatch, cluster: int) -> None:
     emulated(monkeypatch, BACKWARDS | EAGER)
     gpu = msgspec.structs.replace(GPU, sm_count=5 * cluster)
-    check_indices(whole_blocks.forward, 64, repeated_blocks(2, 2, 5, 9, torch.int32), True, gpu, 600, 256, 20)
+    check_indices(whole_blocks.forward, 64, repeated_blocks(5, 9, torch.int32), True, gpu, 600, 256, 20)
 
 
 @pytest.mark.parametrize(("page_size", "S_q", "block", "sms"), [(None, 1, 4, 30), (8, 3, 8, 5), (48, 1, 16, 30), (12, 8, 4, 2)])
@@ -231,9 +231,7 @@ def test_blocks_of_gathered_rows_count_once(
 ) -> None:
     emulated(monkeypatch, mode)
     S_kv = max(300, 7 * n)
-    check_indices(
-        sm80.forward_rows, block, repeated_blocks(2, 2, n, S_kv // block, dtype), indexed, msgspec.structs.replace(GPU, sm=sm), S_kv
-    )
+    check_indices(sm80.forward_rows, block, repeated_blocks(n, S_kv // block, dtype), indexed, msgspec.structs.replace(GPU, sm=sm), S_kv)
 
 
 # Rows

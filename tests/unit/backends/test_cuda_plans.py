@@ -28,8 +28,8 @@ SEGMENTS = key_to_rows.with_parts(32)
 # Lists of rows
 
 
-def rows_call(B: int, S: int, G: int, S_kv: int, selection: Selection, q_pos: Tensor | None = None, device: str = "cpu") -> Call:
-    q, k, v = make_qkv(B, S, G, 1, 8, 8, S_kv=S_kv, dtype=torch.float16, device=device)
+def rows_call(B: int, S: int, G: int, S_kv: int, selection: Selection, q_pos: Tensor | None = None) -> Call:
+    q, k, v = make_qkv(B, S, G, 1, 8, 8, S_kv=S_kv, dtype=torch.float16)
     return call_of(q, k, v, selection, q_pos)
 
 

@@ -216,7 +216,7 @@ def test_every_kernel_of_the_layer(width: str) -> None:
     Dk, Dv, dtype = WIDTHS[width]
     check_gate(dtype, "cuda", Dv)
     check_deltas(dtype, "cuda")
-    check_gate_parts(dtype, "cuda", Dv)
+    check_gate_parts(dtype, Dv)
     check_rotation(dtype, "cuda", Dk)
 
 

@@ -90,7 +90,6 @@ def test_calls_from_several_python_threads(threads: None) -> None:
         assert all(each == alone for each in found)
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")  # as it is meant to be
 def test_a_forked_child_has_threads_of_its_own(threads: None) -> None:
     torch.set_num_threads(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import re
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +13,6 @@ import msgspec
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nsa_sel import Selection, decisions, reset, selection_attention
 from nsa_sel.backends import _slices, cupy_cuda, triton_tile
@@ -31,7 +29,7 @@ from nsa_sel.errors import ArgumentError, BackendError
 from nsa_sel.settings.config import settings_for
 from tests.helpers.calls import assert_refused, calls_of
 from tests.helpers.cases import assert_gradients, make_blocks, make_call, make_grads, make_qkv, make_spans
-from tests.helpers.checks import attend, check_both, check_deterministic, check_poison, new_memory_is_nan
+from tests.helpers.checks import Peak, attend, check_both, check_deterministic, check_poison, new_memory_is_nan
 from tests.helpers.cuda import GPU, emulated, needs_compiler, order_few
 from tests.helpers.gpus import HOPPER, needs, noted
 
@@ -192,30 +190,6 @@ def test_too_many_slices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     o, _ = attend("triton-tile", q, k, v, make_blocks(1, 12, 2, 70, 4, 16))
     with pytest.raises(BackendError, match=r"the list of rows of every KV tile needs .* Remedy: build the Selection from"):
         o.sum().backward()
-
-
-class Peak(TorchDispatchMode):
-    """The most bytes that tensors made under it hold at once; views of `given` hold none."""
-
-    def __init__(self, *given: Tensor) -> None:
-        super().__init__()
-        self.held = {x.untyped_storage()._cdata: 1 for x in given}  # tensors of each storage
-        self.bytes = self.most = 0
-
-    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = op(*args, **(kwargs or {}))
-        for x in made if isinstance(made, tuple | list) else (made,):
-            if isinstance(x, Tensor):
-                storage = x.untyped_storage()
-                self.count(storage._cdata, storage.nbytes(), 1)
-                weakref.finalize(x, self.count, storage._cdata, storage.nbytes(), -1)
-        return made
-
-    def count(self, storage: int, size: int, change: int) -> None:
-        before = self.held.get(storage, 0)
-        self.held[storage] = before + change
-        self.bytes += size * ((self.held[storage] > 0) - (before > 0))
-        self.most = max(self.most, self.bytes)
 
 
 def qsa_call(monkeypatch: pytest.MonkeyPatch, B: int, S: int, S_kv: int, n: int) -> Call:

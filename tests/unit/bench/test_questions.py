@@ -14,11 +14,11 @@ from typer.testing import CliRunner
 
 from nsa_sel import choose_blocks, use_backend
 from nsa_sel.bench import headline
-from nsa_sel.bench.core import cases, contenders, store, variants
+from nsa_sel.bench.core import contenders, store, variants
 from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
-from nsa_sel.bench.questions import choosing_steps, engines, host_time, indexer_loss, layer_parts, packed_batches, speed
+from nsa_sel.bench.questions import choosing_steps, host_time, indexer_loss, layer_parts, speed
 from nsa_sel.bench.questions.host_time import CHOSEN, COMPILED, NOTHING, STEP
 from nsa_sel.cli.app import app
 from nsa_sel.errors import NsaSelError
@@ -161,52 +161,10 @@ def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(kind: str
 # Choosing for one new token
 
 
-def test_choosing_steps_show_each_cache_beside_its_floor() -> None:
-    of = {"model": "MiniMax-M3", "B": 64, "S": 1, "S_kv": 32768}
-    rows = [
-        {**of, "kv": kv, "page_size": page, **times(0.1), "floor_ms": 0.05} for kv, page in (("bf16", None), ("bf16", 64), ("e4m3", None))
-    ]
-    rows.append({**rows[0], "model": "Qwen3.8", "B": 1})
-    lines = table_lines(choosing_steps.table(rows))
-    caches = ("bf16", "bf16, pages of 64", "e4m3")
-    assert lines[0] == {"indexer": "MiniMax-M3", "B": "64", "keys": "32k", **dict.fromkeys(caches, "100.0 (50.0)")}
-    assert [lines[1][name] for name in ("B", *caches)] == ["1", "100.0 (50.0)", "-", "-"]
-    rows.append({**rows[0], "S": 32768, "B": 1})
-    assert table_lines(choosing_steps.table(rows))[2] == {**lines[1], "indexer": "MiniMax-M3", "B": "prefill"}
-
-
-def test_decoding_steps_show_each_format_beside_its_floor() -> None:
-    case = cases.STEPS[0]
-    rows = [
-        {**case._asdict(), "backend": name, "direction": "decode", **times(0.004)} for name in ("mine", f"mine, {variants.E4M3}", "yours")
-    ]
-    mine, yours = table_lines(speed.table_of_steps(rows, 4e12))
-    assert mine == {"case": case.case, "backend": "mine", "bf16": "4 (0.524)", "e4m3": "4 (0.262)"}
-    assert (yours["backend"], yours["e4m3"]) == ("yours", "-")
-
-
 def test_steps_are_measured_over_caches_in_e4m3_too() -> None:
     jobs = speed.jobs({"steps": speed.SUITES["steps"]}, (contenders.ours("cupy-cuda"), contenders.ours("sdpa-packed")), "qsa-tail")
     assert [job.case.n for job in jobs] == [513] * 4
     assert {row["backend"] for row in wanted(jobs[0])} == {"cupy-cuda", f"cupy-cuda, {variants.E4M3}"}
-
-
-def test_engines_show_their_parts_beside_ours() -> None:
-    times_of = {("attention", "vllm"): 3.0, ("attention", "nsa-sel"): 1.5, ("indexer", "vllm"): 1.0, ("both", "nsa-sel"): 0.5}
-    of = {"case": "prefill-16k", "kv": "fp8", "timed": "calls"}
-    p80 = {"vllm": 2.0, "nsa-sel": 1.0}  # vLLM's times scatter
-    rows = [{**of, "part": part, "contender": name, **times(ms), "ms_p80": p80[name] * ms} for (part, name), ms in times_of.items()]
-    (line,) = table_lines(engines.table(rows))
-    assert list(line.values()) == ["prefill-16k", "fp8", "calls", "3.000† / 1.500 (2.00x)", "1.000† / -", "- / 0.500"]
-
-
-def test_packed_batches_show_one_call_beside_others() -> None:
-    of = {"case": "chunk", "distribution": "random", "floor_ms": 0.2}
-    lines = table_lines(packed_batches.table([{**of, "backend": name, **times(ms)} for name, ms in (("policy", 0.5), ("rows", 1.0))]))
-    assert lines == [{"case": "chunk", "blocks": "random", "policy": "0.500", "rows": "1.000", "floor": "0.200"}]
-    size, products = packed_batches.least([2048], [32768])  # all keys of 4 groups, q and o of 64 heads
-    assert size == 2 * 2 * 128 * (32768 * 4 + 2048 * 64)
-    assert products == 4e-12 * 64 * 128 * 2048 * 2048
 
 
 @pytest.mark.parametrize("page", [8, 64])

@@ -216,10 +216,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(PROBLEMS, name, Problem(1, min(problem.S, 9), 128, 1, problem.blocks, False, problem.page))
 
 
-def small_jobs(backend: str, way: str) -> list[Job]:
-    return jobs(settings_for(H200), 90, (Case(16, 16, 2, 128, "float32"),), backend, way, quick=True)  # type: ignore[arg-type]
-
-
 def runner() -> Runner:
     return Runner(torch.device("cpu"), settings_for(DeviceInfo(kind="cpu", triton_interpret=True)), 0.0)
 
@@ -229,7 +225,8 @@ def runner() -> Runner:
     ("backend", "way"), [("triton-group", "forward"), ("triton-tile", "forward"), ("triton-tile", "backward"), ("triton-token", "decode")]
 )
 def test_configs_run_and_are_compared(monkeypatch: pytest.MonkeyPatch, backend: str, way: str) -> None:
-    measure, job = runner(), small_jobs(backend, way)[0]
+    measure, case = runner(), Case(16, 16, 2, 128, "float32")
+    job = jobs(settings_for(H200), 90, (case,), backend, way, quick=True)[0]  # type: ignore[arg-type]
     for config in (job.committed, job.candidates[0]):
         assert measure(job, job.problems[0], config) == (2.0, 1.0, 3.0)
     if (backend, way) == ("triton-tile", "forward"):

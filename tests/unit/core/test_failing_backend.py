@@ -56,6 +56,13 @@ def test_a_failing_choice_falls_back_once_and_says_so(fake: Any, caplog: pytest.
     assert nsa_sel.counters()["failed.fake"] >= 2
 
 
+def test_a_forced_backend_that_fails_backward_raises(fake: Any) -> None:
+    fake.backward.side_effect = RuntimeError("boom")
+    q, *others = problem()
+    with pytest.raises(RuntimeError, match="boom"):
+        nsa_sel.selection_attention(q.requires_grad_(), *others, backend="fake").sum().backward()
+
+
 @pytest.mark.parametrize("source", ["argument", "use_backend", "NSA_SEL_BACKEND"])
 def test_a_failing_forced_backend_raises(monkeypatch: pytest.MonkeyPatch, fake: Any, source: str) -> None:
     fake.forward.side_effect = RuntimeError("boom")

@@ -48,14 +48,6 @@ def test_the_oracle_accepts_positions_and_scale(per_sequence: bool) -> None:
     check(q, k, v, make_spans("mixed", 2, 6, 2, 40, L=24), scale=0.7, q_pos=q_pos)
 
 
-def test_overlaps_count_a_key_once() -> None:
-    q, k, v = make_qkv(1, 4, 1, 2, 8, dtype=torch.float64, S_kv=16)
-    overlapping = torch.tensor([[0, 6], [4, 9], [5, 6]]).expand(1, 4, 1, 3, 2)
-    union = torch.tensor([[0, 9]]).expand(1, 4, 1, 1, 2)
-    assert all(map(torch.equal, *(oracle_results(q, k, v, ranges, *make_grads(q, v)) for ranges in (overlapping, union))))
-    check(q, k, v, overlapping)
-
-
 def test_decode_equals_a_prefill_of_one_row() -> None:
     q, k, v = make_qkv(3, 1, 2, 4, 16, 8, S_kv=24)
     ranges = make_spans("few", 3, 1, 2, 24, L=10)
@@ -79,9 +71,3 @@ def test_unselected_keys_are_never_read(poison: float) -> None:
     dirty = oracle_results(q, *(torch.where(unused.unsqueeze(-1), poison, x) for x in (k, v)), ranges, do, dlse)
     assert all(map(torch.equal, clean, dirty))
     assert not any(bool(x[unused].any()) for x in dirty[3:])
-
-
-def test_the_mask_equals_one_by_hand() -> None:
-    ranges = torch.tensor([[[[[0, 2], [3, 9]]], [[[-3, 1], [4, 2]]]]])  # two rows at positions 3 and 4
-    assert oracle_mask(ranges, 5, 2)[0, :, 0].int().tolist() == [[1, 1, 0, 1, 0], [1, 0, 0, 0, 0]]
-    assert oracle_mask(ranges, 5, 2, torch.tensor([4, 0]))[0, :, 0].int().tolist() == [[1, 1, 0, 1, 1], [1, 0, 0, 0, 0]]

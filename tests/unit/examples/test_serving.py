@@ -35,51 +35,26 @@ CPU = torch.device("cpu")
 PAGE_SIZE = 4
 
 
-class TextCache(NSACache):
-    """An NSACache's bookkeeping without its tensors, and the texts of its sequences.
+class Checksums:
+    """An engine whose next byte is a checksum of the whole text, which the cache's pages hold.
 
     `steps`: sequences and most bytes of every step.
     """
 
-    def __init__(self, pages: int) -> None:
-        super().__init__(1, pages, PAGE_SIZE, 1, 1, compress_block=4, compress_stride=4, window=4, device="cpu")
-        self.texts: dict[int, bytes] = {}
-        self.steps: list[tuple[int, int]] = []
-
-    def open(self) -> int:
-        sequence = super().open()
-        self.texts[sequence] = b""
-        return sequence
-
-    def fork(self, sequence: int) -> int:
-        other = super().fork(sequence)
-        self.texts[other] = self.texts[sequence]
-        return other
-
-    def free(self, sequence: int) -> None:
-        super().free(sequence)
-        del self.texts[sequence]
-
-    def truncate(self, sequence: int, length: int) -> None:
-        super().truncate(sequence, length)
-        self.texts[sequence] = self.texts[sequence][:length]
-
-
-class Checksums:
-    """An engine whose next byte is a checksum of the whole text."""
-
     page_size = PAGE_SIZE
 
     def __init__(self, pages: int) -> None:
-        self.cache = TextCache(pages)
+        self.cache = NSACache(1, pages, PAGE_SIZE, 1, 1, compress_block=4, compress_stride=4, window=4, device="cpu")
+        self.steps: list[tuple[int, int]] = []
 
     def logits(self, sequences: list[int], texts: list[bytes]) -> Tensor:
-        self.cache.step(sequences, [len(text) for text in texts])
-        self.cache.steps.append((len(texts), max(map(len, texts))))
-        for sequence, text in zip(sequences, texts, strict=True):
-            self.cache.texts[sequence] += text
-            assert len(self.cache.texts[sequence]) == self.cache.length(sequence)
-        return torch.eye(256)[[zlib.crc32(self.cache.texts[sequence]) % 256 for sequence in sequences]]
+        step = self.cache.step(sequences, [len(text) for text in texts])
+        self.steps.append((len(texts), max(map(len, texts))))
+        held, tokens = step.pools.k[0], step.tensors
+        held.view(-1)[tokens.slot[tokens.is_token]] = torch.tensor([*b"".join(texts)], dtype=held.dtype)
+        each = zip(tokens.table.long(), tokens.lengths, strict=True)
+        whole = [bytes(held[pages].flatten()[:length].int().tolist()) for pages, length in each]
+        return torch.eye(256)[[zlib.crc32(text) % 256 for text in whole]]
 
 
 def completion(prompt: bytes, number: int) -> list[int]:
@@ -131,10 +106,10 @@ def test_random_requests_and_cancellations_lose_nothing(seed: int) -> None:
             number = chance.randrange(len(requests))
             canceled.add(number)
             them.cancel(requests[number][0])
-        before, chunk = len(them.cache.steps), them.limits.chunk
+        before, chunk = len(them.engine.steps), them.limits.chunk
         them.step()
         sizes = (them.limits.running, 1), (1, chunk), (scheduling.PREFILL_BATCH, chunk // scheduling.PREFILL_BATCH)
-        assert all(any(batch <= most and size <= rows for most, rows in sizes) for batch, size in them.cache.steps[before:])
+        assert all(any(batch <= most and size <= rows for most, rows in sizes) for batch, size in them.engine.steps[before:])
     finish(them)
     assert (them.prefixes.hits > 3) == (seed % 2 == 1)
     while them.prefixes.release_oldest():

@@ -33,12 +33,12 @@ def hidden(model: Model, *shape: int) -> Tensor:
     return x if model.cache.scales is None else few_bits(x)
 
 
-def make_model(fp8: bool, pages: int, **options: Any) -> Model:
-    """One layer, in float64; with e4m3 in float32."""
+def make_model(fp8: bool, **options: Any) -> Model:
+    """One layer, in float64; with e4m3 in float32. 40 pages."""
     if not fp8:
-        return Model([make_layer()], pages, 8, **options)
+        return Model([make_layer()], 40, 8, **options)
     scales = {"k": torch.tensor([[0.03, 0.002]]), "v": 0.01, "k_win": torch.tensor([0.05])}  # the second group's saturate
-    return Model([short_numbers(make_layer("mlp", torch.float32))], pages, 8, kv_dtype=STORED, kv_scales=scales, **options)
+    return Model([short_numbers(make_layer("mlp", torch.float32))], 40, 8, kv_dtype=STORED, kv_scales=scales, **options)
 
 
 def close(model: Model, got: Tensor, wanted: Tensor) -> None:
@@ -86,7 +86,7 @@ def test_long_chunks_run_as_a_prefill(name: str, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("fp8", [False, True])
 def test_random_batches_drafts_and_forks(fp8: bool) -> None:
     """Every output of every sequence that lives is that of the prefill of its tokens."""
-    model, chance = make_model(fp8, 40, window_pages=24), random.Random(0)
+    model, chance = make_model(fp8, window_pages=24), random.Random(0)
     cache, tokens, found, full = model.cache, dict[int, Tensor](), dict[int, Tensor](), 0
     for _ in range(120):
         living, what = list(tokens), chance.random()
@@ -144,7 +144,7 @@ def test_a_cache_that_is_full_changes_nothing() -> None:
 @pytest.mark.parametrize("fp8", [False, True])
 def test_a_captured_step_follows_other_sequences(fp8: bool) -> None:
     """Fewer of them, with fewer tokens and other lengths, than it was made for."""
-    model = make_model(fp8, 40)
+    model = make_model(fp8)
     cache, layer = model.cache, model.layers[0]
     x = hidden(model, 3, 40)
     sequences = [cache.open() for _ in x]

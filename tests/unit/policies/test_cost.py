@@ -22,7 +22,7 @@ from nsa_sel.settings.config import parse_config, settings_for
 from nsa_sel.settings.schema import COST_TERMS, CostModel, Costs
 from nsa_sel.telemetry.describe import describe
 from tests.helpers.calls import Wrong, assert_in_order, message_of
-from tests.helpers.policy_cases import A100, CPU, H100, H200, RTX4090, SHORT, TOO_OLD, UNKNOWN, replace, settings
+from tests.helpers.policy_cases import A100, CPU, H100, H200, SHORT, UNKNOWN, replace, settings
 
 GROUP, TILE, BLOCK, TOKEN = "triton-group", "triton-tile", "triton-block", "triton-token"
 LIMITS = Limits(dtypes={"cuda": ("float16", "bfloat16", "float32")})
@@ -165,13 +165,6 @@ def test_a_users_preference_precedes_predicted_times(configure: Callable[[str], 
     assert mine.predictions == by_time.predictions
 
 
-def test_profiles_without_costs_decide_by_preference() -> None:
-    for device in (CPU, RTX4090, TOO_OLD):
-        assert settings_for(device).costs is None
-    decision = ask(SHORT, costs=None)
-    assert (decision.forward, decision.predictions, decision.rule) == (GROUP, (), "first of the preference (built-in)")
-
-
 # Counting
 
 
@@ -296,21 +289,19 @@ CHOICE_MODELS = {
 }
 
 
-def ask_choice(
-    request: Request = CHOICE, models: dict[str, CostModel] | None = None, override: Override | None = None, **facts: Any
-) -> Decision:
-    """The default policy's decision on an H200 by `models`; None: without costs."""
-    costs = Costs(provenance="invented", dtypes=("bfloat16",), models=models) if models is not None else None
-    return make_decision(replace(request, **facts), H200, load_policy("default"), settings(costs=costs), CHOICE_OFFERS, override)
+def ask_choice(**facts: Any) -> Decision:
+    """The default policy's decision on an H200 by `CHOICE_MODELS`."""
+    costs = Costs(provenance="invented", dtypes=("bfloat16",), models=CHOICE_MODELS)
+    return make_decision(replace(CHOICE, **facts), H200, load_policy("default"), settings(costs=costs), CHOICE_OFFERS)
 
 
 def test_the_chooser_with_the_least_predicted_time_wins() -> None:
-    decision = ask_choice(models=CHOICE_MODELS)
+    decision = ask_choice()
     times = {p.backend: p.ms for p in decision.predictions}
     assert list(times) == [CUDA, TRITON, TORCH]
     assert (decision.forward, decision.runner_up, decision.backward) == (CUDA, TRITON, None)
     assert decision.rule == f"least predicted time: {CUDA} {times[CUDA]:.3g} ms, runner-up {TRITON} {times[TRITON]:.3g} ms (built-in)"
-    short = ask_choice(models=CHOICE_MODELS, S=1024, S_kv=1024, max_length=1024)
+    short = ask_choice(S=1024, S_kv=1024, max_length=1024)
     assert (short.forward, short.runner_up) == (TRITON, CUDA), "its calls take less before any key"
     text = describe(decision)
     assert "forward, ms" in text

@@ -138,17 +138,6 @@ def test_a_printed_decision_is_one_screen_and_a_described_one_has_reasons_agains
     assert "Backward: Max_length is 8192; it must be >= 1048576." in describe(decision)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
-@pytest.mark.parametrize("device", [CPU, INTERPRETER], ids=["cpu", "interpreter"])
-def test_triton_is_never_the_choice_on_a_cpu(dtype: str, device: DeviceInfo) -> None:
-    decision = make_decision(replace(LONG, dtype=dtype, needs_grad=True), device, load_policy("default"), settings_for(device), OFFERS)
-    for winner in (decision.forward, decision.backward):
-        assert winner in ("sdpa-packed", "numba")
-    if device is CPU:
-        assert "device-kind" in codes(decision, "triton-group")
-        assert decide(LONG, CPU, backend="triton-group").forward is None
-
-
 @pytest.mark.parametrize(
     ("changes", "device", "options", "found"),
     [

@@ -33,25 +33,11 @@ def routed(device: DeviceInfo, request: Request = LONG, offers: tuple[Offer, ...
 
 
 def off(device: DeviceInfo) -> bool:
-    """Return True if the ADR's rule covers this device."""
     return device.sm == 89
 
 
-@lanes
-def test_long_rows_run_on_kernels_unless_the_adr_forbids(device: DeviceInfo) -> None:
-    decision = routed(device)
-    if off(device):
-        assert (decision.forward, decision.backward) == ("sdpa-packed", "sdpa-packed")
-        for backend in TRITON:
-            assert "device-rule" in codes(decision, backend)
-        (rule,) = {reason.required for v in decision.verdicts for reason in v.forward if reason.code == "device-rule"}
-        assert rule == "another: ADR-2025-08-M4-02"
-    else:
-        assert decision.forward in KERNELS
-        assert decision.backward in KERNELS
-
-
 SHAPES = {
+    "long": LONG,
     "prefill": SHORT,
     "few-heads": replace(SHORT, h=3, Dk=64, Dv=64),
     "wide": replace(SHORT, h=64, G=1, Dk=192),
@@ -132,23 +118,6 @@ def test_missing_and_broken_backends_fall_back_and_refuse_when_forced(device: De
     assert decision.steps
     assert all(code in step for step in decision.steps)
     assert "Mend it" in str(refusal(routed(device, offers=lacking, backend="triton-group")))
-
-
-@lanes
-@pytest.mark.parametrize(("flag", "code"), [("NSA_USE_TRITON_SEL", "triton-off"), ("NSA_SEL_TRITON_ALLOW_GRAD", "grad-off")])
-def test_flags_disable_triton(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo, flag: str, code: str) -> None:
-    monkeypatch.setenv(flag, "0")
-    decision = routed(device)
-    assert {decision.forward, decision.backward} <= {"sdpa-packed", "cupy-cuda"}
-    assert all(code in codes(decision, backend) for backend in TRITON)
-
-
-@lanes
-def test_only_the_force_flag_lifts_the_rule(monkeypatch: pytest.MonkeyPatch, device: DeviceInfo) -> None:
-    monkeypatch.setenv("NSA_TRITON_SEL_FORCE", "1")
-    decision = routed(device)
-    assert decision.forward in KERNELS
-    assert all("device-rule" not in codes(decision, backend) for backend in TRITON)
 
 
 @lanes

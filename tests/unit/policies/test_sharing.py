@@ -51,9 +51,9 @@ def priced(request: pytest.FixtureRequest, configure: Callable[[str], Any]) -> N
         configure(PRICED)
 
 
-def alike(rows: int = S) -> Selection:
+def alike() -> Selection:
     """Every row selects the first blocks: one token's are those of 64."""
-    return Selection.from_blocks(torch.arange(N).expand(1, rows, 1, N), BLOCK, disjoint=True)
+    return Selection.from_blocks(torch.arange(N).expand(1, S, 1, N), BLOCK, disjoint=True)
 
 
 def apart(rows: int = S) -> Selection:

@@ -239,13 +239,6 @@ def test_the_gate_is_that_of_the_way(way: Direction) -> None:
     assert counterfactuals(decision) == (() if way == "backward" else ("triton-group would be picked from L >= 2000; here L = 1024",))
 
 
-def test_the_flag_overrides_every_way(monkeypatch: pytest.MonkeyPatch, configure: Callable[[str], Path]) -> None:
-    configure("provenance: own rows\nruntime: {sel_triton_min_L: {forward: 512}}\n")
-    assert settings_for(RTX4090).sel_triton_min_L == {"forward": 512, "backward": 4096, "decode": 4096}
-    monkeypatch.setenv("NSA_SEL_TRITON_MIN_L", "32")
-    assert {settings_for(RTX4090).min_length(way) for way in DIRECTIONS} == {32}
-
-
 def test_tables_of_the_documents_are_derived_from_their_rows() -> None:
     texts = [(ROOT / file).read_text() for file in tables.BY_DOCUMENT]
     for text in texts:
