@@ -183,7 +183,7 @@ template <int COLUMNS, bool LAST> struct TileOperand {
 };
 
 template <class List> struct ValueSums {
-    static constexpr bool SUM_FIRST = TILE_STAYS && !THIRD_Q;  // of the step before, ahead of the product
+    static constexpr bool SUM_FIRST = TILE_STAYS;  // of the step before, ahead of the product
     const SplitSteps<List> &steps;
     TileOperand<DK, THIRD_Q> keys;
     u32 p[ROWS / 16][4];  // an operand, too
@@ -210,7 +210,7 @@ template <class List> struct ValueSums {
 };
 
 template <class List> struct KeySums {
-    static constexpr bool SUM_FIRST = TILE_STAYS;
+    static constexpr bool SUM_FIRST = TILE_STAYS && !(THIRD_Q && BY_TMA);
     const SplitSteps<List> &steps;
     TileOperand<DV, false> values;
     u32 ds[ROWS / 16][4];  // an operand, too
@@ -226,15 +226,16 @@ template <class List> struct KeySums {
             steps.release_do(step);
             steps.wait(step);  // the statistics, and q
         }
-        steps.mask(dp, step);
+        if (!TILE_STAYS) steps.mask(dp, step);
         steps.exchange.wait_full({0, step % 2});
         UNROLL for (int j = 0; j < ROWS / 8; ++j) {
             const float2 delta = *reinterpret_cast<const float2 *>(steps.shared.delta[state_of(step).stage] + 8 * j + threadIdx.x % 4 * 2);
             const float4 p = steps.place()[j * 128];
-            dp[4 * j] = p.x * (dp[4 * j] - delta.x);
-            dp[4 * j + 1] = p.y * (dp[4 * j + 1] - delta.y);
-            dp[4 * j + 2] = p.z * (dp[4 * j + 2] - delta.x);
-            dp[4 * j + 3] = p.w * (dp[4 * j + 3] - delta.y);
+            const float weights[4] = {p.x, p.y, p.z, p.w};
+            UNROLL for (int i = 0; i < 4; ++i) {  // TILE_STAYS: the weight tells which keys are hidden, in fewer instructions than a mask
+                const float product = weights[i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
+                dp[4 * j + i] = TILE_STAYS && weights[i] == 0.0f ? 0.0f : product;
+            }
         }
         __syncwarp();
         steps.exchange.release(0);
