@@ -54,7 +54,7 @@ class MSAttention(nn.Module):
         eps: of the norms.
         loss_weight: if not None, training adds this weight times the indexer's loss to whatever loss is differentiated
             through the layer's output: its gradient reaches the indexer in the output's backward pass, and no value has
-            to be passed along. None: ask for the loss by `return_loss`.
+            to be passed along. None: ask for the loss by `return_loss`, which adds nothing by itself.
         backend: the name of a backend to force for attention.
         device, dtype: of the parameters.
 

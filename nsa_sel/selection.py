@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel.core.arguments import as_positions, as_rows, as_tensor, check_flag, check_positive
-from nsa_sel.core.plans import DISJOINT, MOST_SEARCHED, Plan, PlanInBuffer, Plans, make_room
+from nsa_sel.core.plans import DISJOINT, MOST_SEARCHED, Plan, PlanInBuffer, Plans, make_room, tensors_of
 from nsa_sel.core.ranges import (
     Blocks,
     best_blocks,
@@ -174,6 +174,8 @@ class Selection:
                     device, maker = self.listed.device, made.stream
                     others = torch.cuda.ExternalStream(maker, device) if maker else torch.cuda.default_stream(device)
                     torch.cuda.current_stream(device).wait_stream(others)
+                    for x in tensors_of(made.plan.value):  # their memory is that of the maker's stream
+                        x.record_stream(torch.cuda.current_stream(device))
             return made.plan.value[-1]
 
     def _make(self, captured: bool = False) -> Tensor:

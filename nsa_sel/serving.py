@@ -169,6 +169,9 @@ def _plain_numbers(scale: object, most: object, flag: object) -> bool:
 
 def _given_or_made(made: tuple[Tensor, ...], given: tuple[Tensor | None, Tensor | None], return_lse: bool) -> Any:
     """Return o, or o and lse, of which those that are not given were made."""
+    for x in given:
+        if x is not None:  # autograd, which may have saved it, does not see what kernels write
+            torch.autograd.graph.increment_version(x)
     o, lse = given
     o = made[0] if o is None else o
     if not return_lse:
@@ -481,6 +484,8 @@ def _check_result(
 ) -> None:
     """Raise ArgumentError unless x has this shape and one of the dtypes, is on q's device, and its strides are fit: of the
     `layout`."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(name, "a tensor that requires gradients", "none: it has no gradient", f"pass {name}.detach()")
     if tuple(x.shape) != shape or x.dtype not in dtypes or x.device != q.device or not fits:
         raise ArgumentError(
             name,

@@ -18,7 +18,7 @@ from torch import Tensor
 from nsa_sel.backends._triton.kernel import REMEMBERED, Kernel
 from nsa_sel.backends._triton.tiles import tile_size
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.launcher.cuda_driver import relaxed
+from nsa_sel.backends.launcher.cuda_driver import own_stream, relaxed
 
 ENTRIES = 128  # entries per program: rows of few blocks share one
 MOST_SORTED = 1024  # most blocks per row that a program sorts
@@ -119,7 +119,7 @@ def outside_capture(like: Tensor, make: Callable[[], Tensor]) -> Tensor:
     """Return `make()`, run and finished on a stream of its own, while the current stream is captured. The graph does not
     hold its launches."""
     with relaxed():
-        side = torch.cuda.Stream(like.device)  # type: ignore[no-untyped-call]
+        side = torch.cuda.ExternalStream(own_stream(like.get_device()), like.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(side):
             made = make()
         side.synchronize()

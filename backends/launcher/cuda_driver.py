@@ -37,7 +37,7 @@ class _Thread(threading.local):
         self.bound = {-1}  # -1: a CPU, which needs no context
         self.recording: Any = None  # the recorder of the running pass (_replay.py)
         self.ready: dict[tuple[int, int], Any] = {}  # prepared replays by (recording, stream)
-        self.captures: dict[int, int] = {}  # the stream for captures, per device
+        self.own_streams: dict[int, int] = {}  # `own_stream` per device
 
 
 thread = _Thread()
@@ -138,6 +138,19 @@ class Graph:
         Graph.alive -= 1
 
 
+def own_stream(device: int) -> int:
+    """Return a stream that nobody else has, or 0 if the driver makes none. Those that PyTorch makes are 32 that take turns:
+    a new one may be the stream that is being captured."""
+    if device not in thread.own_streams:
+        if device not in thread.bound:
+            bind_context(device)
+        stream = ctypes.c_void_p()
+        if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
+            return 0
+        thread.own_streams[device] = stream.value or 0
+    return thread.own_streams[device]
+
+
 def captured(device: int, start: Callable[[int], int]) -> Graph | None:
     """Return the launches of `start(stream)`, which returns the driver's status, as a graph; None if the driver refuses,
     or if MOST_GRAPHS are alive.
@@ -147,14 +160,9 @@ def captured(device: int, start: Callable[[int], int]) -> Graph | None:
     graph, made = ctypes.c_void_p(), ctypes.c_void_p()
     if Graph.alive >= MOST_GRAPHS:
         return None
-    if device not in thread.captures:
-        stream = ctypes.c_void_p()
-        if _function("cuStreamCreate", 2)(ctypes.addressof(stream), _NON_BLOCKING):
-            return None
-        thread.captures[device] = stream.value or 0
-    on = thread.captures[device]
     with relaxed():
-        if _function("cuStreamBeginCapture_v2", 2)(on, _RELAXED):
+        on = own_stream(device)
+        if not on or _function("cuStreamBeginCapture_v2", 2)(on, _RELAXED):
             return None
         status = start(on)
         status = _function("cuStreamEndCapture", 2)(on, ctypes.addressof(graph)) or status

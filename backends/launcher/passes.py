@@ -38,20 +38,21 @@ def backward_of_any_scale(backward: Function) -> Function:
         dlse = None if dlse is None else dlse.contiguous()
         if call.scale >= 0:
             return replayed(call, backward, (o, lse, do, dlse))
-        dq, dk, dv = backward(call.with_positive_scale(), o, lse, do, dlse)
-        return -dq, dk, dv
+        dq, *others = backward(call.with_positive_scale(), o, lse, do, dlse)
+        return -dq, *others
 
     return cast(Function, run)
 
 
 def outputs(call: Call) -> tuple[Tensor, Tensor]:
-    """Return contiguous o [B,S,G,h,Dv] and lse [B,S,G,h] for a kernel of a `Call` to write: the caller's, or uninitialized.
+    """Return contiguous o [B,S,G,h,Dv] at a multiple of 16 bytes and lse [B,S,G,h] for a kernel of a `Call` to write: the
+    caller's, or uninitialized.
 
     lse is float32, or float64 for float64 inputs (only in Triton's interpreter).
     """
     q, (o, lse) = call.q, call.out
     B, S, G, h, _ = q.shape  # unpacking is twice as fast as passing a torch.Size
-    if o is None or not o.is_contiguous():
+    if o is None or not o.is_contiguous() or o.data_ptr() % 16:
         o = unwritten(q, B, S, G, h, call.v.shape[3])
     if lse is None or not lse.is_contiguous():
         lse = unwritten(q, B, S, G, h, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)

@@ -155,11 +155,11 @@ class Shortcut:
     microsecond.
     """
 
-    __slots__ = ("_guards", "recordings")
+    __slots__ = ("guards", "recordings")
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         """tensors: of a recorded pass, of which others must agree; empty if callers have checked theirs."""
-        self._guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
+        self.guards = TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None) if tensors else None
         # Of passes that read disjoint ranges; that make them from block indices; that read ranges which may repeat.
         self.recordings: list[Recordings | None] = [None, None, None]
 
@@ -168,7 +168,7 @@ class Shortcut:
 
         tensors: q, k, v, and of a backward pass o, lse and do; dlse is None.
         """
-        if self._guards is not None and not self._guards.check(*tensors):
+        if self.guards is not None and not self.guards.check(*tensors):
             return None
         q, stream = tensors[0], 0
         on: tuple[Any, ...] = DISJOINT
@@ -202,7 +202,7 @@ class Shortcut:
             result = None if recordings is None else recordings.replay(addresses, stream, plans)
         except Exception:  # such as no memory: the pass runs in the usual manner, and raises its own error
             return None
-        if indices is not None and result is not None:
+        if on in plans and indices is not None and result is not None:  # few rows make no ranges
             selection.keep(plans[on], plans[on].buffer, stream, plans)  # type: ignore[union-attr]
         return result
 
@@ -300,8 +300,9 @@ def _add_shortcut(call: Call, recordings: Recordings, given: tuple[Tensor | None
         tensors = [call.q, call.k, call.v, *(x for x in given if x is not None)]
         if "backward" not in call.known and len({id(x) for x in tensors}) == len(tensors) == 6:
             call.known["backward"] = Shortcut(tensors)
-        if "backward" in call.known:
-            call.known["backward"].recordings[kind] = recordings
+        shortcut = call.known.get("backward")
+        if shortcut is not None and shortcut.guards.check(*tensors):  # do of other strides has recordings of its own
+            shortcut.recordings[kind] = recordings
 
 
 def checked(recordings: dict[Any, Any], key: Any, addresses: list[int], backend: Callable[..., Any], work: Callable[[], Any]) -> Any:

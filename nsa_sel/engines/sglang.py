@@ -65,15 +65,15 @@ signature_of = functools.cache(inspect.signature)
 
 def refusal(q: Tensor, call: dict[str, Any]) -> str | None:
     """Return why SGLang's own code runs a call, logged once for each reason; None if nsa-sel runs it."""
-    given = [name for name in NEITHER if call.get(name) is not None]
+    given = [name for name in NEITHER if call.get(name) is not None] + ["block_size_q"] * (call["block_size_q"] != 1)
     heads, groups, keys = call["idx_q"].shape[1], call["k_cache"].shape[1], call["k_cache"]
     reason = None
     if engines_switch() != "force" and not (q.is_cuda and torch.cuda.get_device_capability(q.device) == (9, 0)):
         reason = "the device is not of SM 9.0; NSA_SEL_ENGINES=force takes any"
     elif given or call.get("return_topk_idx") or not call["disable_index_value"] or call["score_type"] != "max":
         reason = f"the call has {', '.join(given) or 'index values, another score, or returns its blocks'}"
-    elif heads != groups or keys.dim() != 3 or keys.dtype not in (q.dtype, STORED) or q.dtype == STORED:
-        reason = f"{heads} index heads for {groups} groups, keys {keys.dtype} of {keys.dim()} dimensions, queries {q.dtype}"
+    elif heads != groups or keys.dim() != 3 or keys.dtype not in (q.dtype, STORED) or STORED in (q.dtype, call["idx_q"].dtype):
+        reason = f"{heads} index heads for {groups} groups, keys {keys.dtype} of {keys.dim()} dimensions, queries {q.dtype} or e4m3"
     elif call["idx_k_cache"].dtype not in (q.dtype, STORED) or call["idx_k_cache"].dim() != 3:
         reason = f"index keys {call['idx_k_cache'].dtype} of {call['idx_k_cache'].dim()} dimensions"
     if reason is not None:

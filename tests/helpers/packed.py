@@ -49,7 +49,9 @@ class Step(NamedTuple):
         o = torch.full((*q.shape[:3], v.shape[3]), torch.nan, dtype=q.dtype, device=q.device)
         lse = torch.full(q.shape[:3], torch.nan, dtype=torch.promote_types(q.dtype, torch.float32), device=q.device)
         options |= {"cu_seqlens_q": self.cu, "out": o, "lse_out": lse, "return_lse": True, "backend": backend}
+        before = o._version, lse._version
         found = selection_attention_with_kvcache(*self.cache, **self.scales, **options)
+        assert (o._version > before[0], lse._version > before[1]) == (True, True)
         assert found[0] is o
         assert found[1] is lse
         return o, lse

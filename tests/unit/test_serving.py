@@ -131,6 +131,7 @@ def test_events_count_logical_positions_and_compare_with_pages(monkeypatch: pyte
         ({"out": torch.zeros(6, 2, 2, 9)}, r"^out is torch.float32 of shape \(6, 2, 2, 9\)"),
         ({"out": torch.zeros(6, 2, 2, 8).half()}, r"^out is torch.float16 .* allowed: .*of torch.float32"),
         ({"lse_out": torch.zeros(6, 2)}, r"^lse_out is torch.float32 of shape"),
+        ({"lse_out": torch.zeros(6, 2, 2, requires_grad=True)}, r"^lse_out is a tensor that requires gradients; allowed: none"),
         ({"backend": "triton-tile"}, r"triton-tile: paged"),
     ],
 )

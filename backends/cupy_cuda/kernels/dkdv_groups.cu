@@ -111,7 +111,8 @@ typedef If<WINDOW, WindowSteps, ListSteps> Steps;
 // tile's keys or values in registers, so that wgmma reads half as much shared memory, and the memory that held the tile
 // becomes the last stage of q and do. The first product of a step and the sum of the step before are in flight
 // together. Next to sums of 256 columns, registers hold only a part of the tile (TILE_STAYS), and two stages fit beside
-// it; q and do are then released separately (APART), each as soon as both consumers have used it.
+// it; q and do are then released separately (APART), each as soon as both consumers have used it. q, which both need
+// for longer, has a third stage (THIRD_Q).
 
 // What both consumers know of a segment's steps; list: as of row_steps.cuh, and what dkdv_groups.cu adds to it.
 template <class List> struct SplitSteps {
@@ -121,12 +122,12 @@ template <class List> struct SplitSteps {
     Pipeline<1> &exchange;
     const u32 stage0 = uniform(operand(shared_address(stages)));  // an operand
     const int2 whole = list.whole_steps();
-    DEVICE u32 q_tile(int step) const { return uniform(stage0 + state_of(step).stage * (STAGE_BYTES / 16)); }
-    DEVICE u32 do_tile(int step) const { return q_tile(step) + K_BYTES / 16; }
+    DEVICE u32 q_tile(int step) const { return uniform(stage0 + q_offset(step) / 16); }
+    DEVICE u32 do_tile(int step) const { return uniform(stage0 + do_offset(step) / 16); }
     DEVICE void wait(int step) const {
         const auto at = state_of(step);
         wait_for_rows(shared, at);
-        list.zero_other_tokens(step, stages + at.stage * STAGE_BYTES);
+        list.zero_other_tokens(step, stages + q_offset(step));
     }
     DEVICE void release(int step) const { shared.steps.release(state_of(step).stage); }
     // APART: of do.
@@ -149,38 +150,42 @@ template <class List> struct SplitSteps {
     }
 };
 
-// COLUMNS of the tile's keys or values as operand a: the first HELD in registers, the others in shared memory.
-template <int COLUMNS> struct TileOperand {
-    static constexpr int HELD = TILE_STAYS ? 64 : COLUMNS;
-    u32 held[HELD / 16][4], others;
+// COLUMNS of the tile's keys or values as operand a: the LAST or the first 16 HELD in registers, the others in shared
+// memory.
+template <int COLUMNS, bool LAST> struct TileOperand {
+    static constexpr int HELD = TILE_STAYS ? 6 : COLUMNS / 16, FIRST_HELD = LAST ? COLUMNS / 16 - HELD : 0;
+    u32 held[HELD][4], others;
 
-    // If all are in registers, the last stage is released.
+    // If their memory is the last stage, it is released.
     template <class List>
     DEVICE TileOperand(const SplitSteps<List> &steps, unsigned char *tile) : others(uniform(operand(shared_address(tile)))) {
         mbarrier_wait(&steps.shared.tile, 0);
-        UNROLL for (int k = 0; k < HELD / 16; ++k) load_operand(held[k], tile, k);
-        if (TILE_STAYS) return;
+        UNROLL for (int k = 0; k < HELD; ++k) load_operand(held[k], tile, FIRST_HELD + k);
+        if (!RECYCLED) return;
         if (TQ * H < ROWS) {  // as zero_stages
+            constexpr int BYTES = THIRD_Q ? PANEL : COLUMNS * KEYS * 2;
+            uint4 *const stage = reinterpret_cast<uint4 *>(tile + (THIRD_Q && LAST ? COLUMNS * KEYS * 2 - PANEL : 0));
             named_barrier<128>(1 + threadIdx.x / 128);
-            for (int i = threadIdx.x % 128; i < COLUMNS * KEYS / 8; i += 128) reinterpret_cast<uint4 *>(tile)[i] = make_uint4(0, 0, 0, 0);
+            for (int i = threadIdx.x % 128; i < BYTES / 16; i += 128) stage[i] = make_uint4(0, 0, 0, 0);
             fence_async_proxy();
         }
         __syncwarp();
-        steps.shared.steps.release(STAGES - 1);
+        steps.shared.steps.release(Q_STAGES - 1);
     }
     // d = a b^T
     DEVICE void multiply(float (&d)[ROWS / 2], u32 b) const {
         UNROLL for (int k = 0; k < COLUMNS / 16; ++k) {
             const u32 offset = (k / 4 * PANEL + k % 4 * 32) / 16;
-            if (k < HELD / 16) wgmma_registers_bt(d, held[k], descriptor(b + offset), k > 0);
+            if (k >= FIRST_HELD && k < FIRST_HELD + HELD) wgmma_registers_bt(d, held[k - FIRST_HELD], descriptor(b + offset), k > 0);
             else wgmma_shared(d, descriptor(others + offset), descriptor(b + offset), k > 0);
         }
     }
 };
 
 template <class List> struct ValueSums {
+    static constexpr bool SUM_FIRST = TILE_STAYS;  // of the step before, ahead of the product
     const SplitSteps<List> &steps;
-    TileOperand<DK> keys;
+    TileOperand<DK, THIRD_Q> keys;
     u32 p[ROWS / 16][4];  // an operand, too
     float dv[DV / 2], s[ROWS / 2];
 
@@ -205,12 +210,13 @@ template <class List> struct ValueSums {
 };
 
 template <class List> struct KeySums {
+    static constexpr bool SUM_FIRST = TILE_STAYS && !(THIRD_Q && BY_TMA);
     const SplitSteps<List> &steps;
-    TileOperand<DV> values;
+    TileOperand<DV, false> values;
     u32 ds[ROWS / 16][4];  // an operand, too
     float dk[DK / 2], dp[ROWS / 2];
 
-    DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps), values(steps, tile + K_BYTES) {
+    DEVICE KeySums(const SplitSteps<List> &steps, unsigned char *tile) : steps(steps), values(steps, tile + VALUES) {
         UNROLL for (int i = 0; i < DK / 2; ++i) dk[i] = 0.0f;
     }
     DEVICE void wait(int step) const { APART ? steps.wait_do(step) : steps.wait(step); }
@@ -220,15 +226,16 @@ template <class List> struct KeySums {
             steps.release_do(step);
             steps.wait(step);  // the statistics, and q
         }
-        steps.mask(dp, step);
+        if (!TILE_STAYS) steps.mask(dp, step);
         steps.exchange.wait_full({0, step % 2});
         UNROLL for (int j = 0; j < ROWS / 8; ++j) {
             const float2 delta = *reinterpret_cast<const float2 *>(steps.shared.delta[state_of(step).stage] + 8 * j + threadIdx.x % 4 * 2);
             const float4 p = steps.place()[j * 128];
-            dp[4 * j] = p.x * (dp[4 * j] - delta.x);
-            dp[4 * j + 1] = p.y * (dp[4 * j + 1] - delta.y);
-            dp[4 * j + 2] = p.z * (dp[4 * j + 2] - delta.x);
-            dp[4 * j + 3] = p.w * (dp[4 * j + 3] - delta.y);
+            const float weights[4] = {p.x, p.y, p.z, p.w};
+            UNROLL for (int i = 0; i < 4; ++i) {  // TILE_STAYS: the weight tells which keys are hidden, in fewer instructions than a mask
+                const float product = weights[i] * (dp[4 * j + i] - (i % 2 ? delta.y : delta.x));
+                dp[4 * j + i] = TILE_STAYS && weights[i] == 0.0f ? 0.0f : product;
+            }
         }
         __syncwarp();
         steps.exchange.release(0);
@@ -254,7 +261,7 @@ DEVICE void add_products(const List &list, unsigned char *tile, unsigned char *s
         sums.finish_product(0);
         sums.update_operand();
         for (int step = 1; step < list.steps; ++step) {
-            if constexpr (TILE_STAYS) {
+            if constexpr (Sums::SUM_FIRST) {
                 wgmma_fence();
                 sums.begin_sum(step - 1);
                 wgmma_commit();
@@ -332,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
     const SegmentId id = segment_of(x, cta_of_group());
     if (COMPRESSED && (id.number < 0 || id.number >= x.lists.segments[id.list + 1] - x.lists.segments[id.list])) return;
     constexpr bool OWN_MEMORY = CONSUMERS == 1 || TILE_STAYS;  // the tile has its own memory
-    unsigned char *stages = memory + (OWN_MEMORY ? STAGE_BYTES : 0);
+    unsigned char *stages = memory + (OWN_MEMORY ? VALUES + V_BYTES : 0);
     unsigned char *tile = memory + (OWN_MEMORY ? 0 : (STAGES - 1) * STAGE_BYTES);
     const int producer = threadIdx.x / 32 - 4 * CONSUMERS;
     const Steps list(x, id);
@@ -350,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);
-    if (producer == 0 && (SMALL_BLOCK || threadIdx.x % 32 == 0)) produce_tile(list, tile, &shared.tile);
+    if (producer == 3 && (SMALL_BLOCK || threadIdx.x % 32 == 0)) produce_tile(list, tile, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);
 }

@@ -16,10 +16,16 @@ constexpr bool BY_TMA = ADJACENT || H >= 8;
 constexpr int COPY_WARPS = BY_TMA ? 1 : 3;
 constexpr int CONSUMERS = DK > 128 || DV > 128 ? 2 : 1;  // one consumer lacks registers for wider sums
 constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: it does not fit two consumers' registers
-constexpr bool APART = TILE_STAYS && !ADJACENT;  // separate pipelines for q and do, two stages each
+constexpr bool APART = TILE_STAYS && !ADJACENT;  // separate pipelines for q and do
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // also q, do
 
-DEVICE PipelineState<STAGES> state_of(int step) { return {step % STAGES, step / STAGES % 2}; }
+// A third stage of q: the tile's last panel of keys, memory between keys and values, and the first
+// panel of values. Registers hold the panels (TileOperand).
+constexpr bool PAIRS = H % 2 == 0, THIRD_Q = APART && PAIRS;  // PAIRS: rows 2 i and 2 i + 1 are of one token
+constexpr int Q_STAGES = STAGES + THIRD_Q, VALUES = K_BYTES + THIRD_Q * (K_BYTES - 2 * PANEL);  // VALUES: offset in the tile
+constexpr bool RECYCLED = CONSUMERS == 2 && !TILE_STAYS || THIRD_Q;  // the last stage of q is memory of the tile
+
+DEVICE PipelineState<Q_STAGES> state_of(int step) { return {step % Q_STAGES, step / Q_STAGES % 2}; }
 
 // The keys of the tile that each row of a step sees: all before a limit, or (SMALL_BLOCK) those of its blocks. mask:
 // zero the elements of all other keys.
@@ -34,27 +40,28 @@ struct KeyLimits {
     }
 };
 struct KeyBits {
-    u16 seen[KEYS / 16][ROWS];  // one bit per key of a warp
+    u16 seen[KEYS / 16][PAIRS ? ROWS / 2 : ROWS];  // one bit per key of a warp
     DEVICE void store(int row, int, uint2 keys) {
-        UNROLL for (int warp = 0; warp < KEYS / 16; ++warp) seen[warp][row] = static_cast<u16>((warp < 2 ? keys.x : keys.y) >> warp % 2 * 16);
+        UNROLL for (int warp = 0; warp < KEYS / 16; ++warp)
+            seen[warp][PAIRS ? row / 2 : row] = static_cast<u16>((warp < 2 ? keys.x : keys.y) >> warp % 2 * 16);
     }
     DEVICE void mask(const Problem &, float (&x)[ROWS / 2]) const {
         const int lane = threadIdx.x % 32;
-        const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * 2;
+        const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * (PAIRS ? 1 : 2);
         UNROLL for (int j = 0; j < ROWS / 8; ++j) {
-            const u32 two_rows = *reinterpret_cast<const u32 *>(bits + 8 * j) >> lane / 4;
+            const u32 two_rows = (PAIRS ? bits[4 * j] : *reinterpret_cast<const u32 *>(bits + 8 * j)) >> lane / 4;
             UNROLL for (int i = 0; i < 4; ++i)
-                if (!(two_rows >> (i % 2 * 16 + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
+                if (!(two_rows >> ((PAIRS ? 0 : i % 2 * 16) + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
         }
     }
 };
 
 struct Shared {
-    Pipeline<STAGES> steps;               // q, do, lse, delta; APART: without do
+    Pipeline<Q_STAGES> steps;             // q, do, lse, delta; APART: without do
     Pipeline<APART ? STAGES : 1> d_outs;  // APART: do
     u64 tile;
-    float lse[STAGES][ROWS], delta[STAGES][ROWS];
-    If<(SMALL_BLOCK > 0), KeyBits, KeyLimits> visible[STAGES];
+    float lse[Q_STAGES][ROWS], delta[Q_STAGES][ROWS];
+    If<(SMALL_BLOCK > 0), KeyBits, KeyLimits> visible[Q_STAGES];
 
     DEVICE void init() {
         steps.init((BY_TMA ? 1 : 32 * COPY_WARPS) + 32 + 32, 4 * CONSUMERS);  // rows; statistics copied, and written; a lane of every consumer warp
@@ -62,29 +69,33 @@ struct Shared {
         mbarrier_init(&tile, 1);
         mbarrier_fence_init();
     }
-    // Wait for an empty stage. Two consumers that hold the tile in registers first release the last stage, its memory.
-    DEVICE void wait_empty(const PipelineState<STAGES> &at) {
-        mbarrier_wait(&steps.empty[at.stage], at.parity ^ (CONSUMERS == 2 && !TILE_STAYS && at.stage == STAGES - 1 ? 0 : 1));
+    // Wait for an empty stage. Two consumers that hold the tile, or panels of it, in registers first release the last stage.
+    DEVICE void wait_empty(const PipelineState<Q_STAGES> &at) {
+        mbarrier_wait(&steps.empty[at.stage], at.parity ^ (RECYCLED && at.stage == Q_STAGES - 1 ? 0 : 1));
     }
 };
 
 // What of a step arrives together: q and do, or (APART) one of them.
 template <bool Q, bool DO> struct Part {
     static constexpr bool HAS_Q = Q, HAS_DO = DO;
-    DEVICE static void wait_empty(Shared &shared, const PipelineState<STAGES> &at) {
-        if (HAS_Q) shared.wait_empty(at);
-        else shared.d_outs.wait_empty({at.stage, at.parity});
+    DEVICE static void wait_empty(Shared &shared, int step) {
+        if (HAS_Q) shared.wait_empty(state_of(step));
+        else mbarrier_wait(&shared.d_outs.empty[step % STAGES], step / STAGES % 2 ^ 1);
     }
-    DEVICE static u64 *full(Shared &shared, const PipelineState<STAGES> &at) {
-        return HAS_Q ? &shared.steps.full[at.stage] : &shared.d_outs.full[at.stage];
-    }
+    DEVICE static u64 *full(Shared &shared, int step) { return HAS_Q ? &shared.steps.full[step % Q_STAGES] : &shared.d_outs.full[step % STAGES]; }
 };
+// Return the memory of q and do of a step, from `stages` on. With THIRD_Q the tile is before `stages`.
+DEVICE int q_offset(int step) {
+    const int stage = step % Q_STAGES;
+    return THIRD_Q && stage == STAGES ? K_BYTES - PANEL - (VALUES + V_BYTES) : stage * STAGE_BYTES;
+}
+DEVICE int do_offset(int step) { return step % STAGES * STAGE_BYTES + K_BYTES; }
 typedef Part<true, true> QAndDo;
 typedef Part<true, false> OnlyQ;
 typedef Part<false, true> OnlyDo;
 
 // Consumer: wait for a step. A fence then makes data that lanes copied visible to wgmma.
-DEVICE void wait_for_rows(Shared &shared, const PipelineState<STAGES> &at) {
+DEVICE void wait_for_rows(Shared &shared, const PipelineState<Q_STAGES> &at) {
     shared.steps.wait_full(at);
     if (!BY_TMA) fence_async_proxy();
 }
@@ -101,7 +112,7 @@ template <class List> DEVICE void produce_tile(const List &list, unsigned char *
         k_tile += lane * BLOCK_KEYS * 128;
     }
     tma_load_key_tile<DK>(k_tile, &list.x.k, bar, key, g, b);
-    tma_load_key_tile<DV>(k_tile + K_BYTES, &list.x.v, bar, key, g, b);
+    tma_load_key_tile<DV>(k_tile + VALUES, &list.x.v, bar, key, g, b);
 }
 
 // The tokens of a step that a lane holds: numbers lane and lane + 32.
@@ -121,43 +132,38 @@ template <class List> struct StepTokens {
 };
 
 // Load q and do of a step of adjacent tokens, starting at this token, by one lane.
-template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *q_tile, u64 *full, int first) {
+template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *stages, u64 *full, int step, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
-    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
-    if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES, &list.x.d_o, full, g, first, b);
+    if (Part::HAS_Q) tma_load_row_tile<DK>(stages + q_offset(step), &list.x.q, full, g, first, b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(stages + do_offset(step), &list.x.d_o, full, g, first, b);
 }
 
 // Load q and do of a step once its stage is empty, by one warp; one token per lane if they are not adjacent.
 template <class Part, class List>
 DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    Part::wait_empty(shared, state_of(step));
-    unsigned char *q_tile = stages + state_of(step).stage * STAGE_BYTES;
-    u64 *full = Part::full(shared, state_of(step));
+    Part::wait_empty(shared, step);
+    u64 *full = Part::full(shared, step);
     __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
     if (adjacent) {
-        if (lane == 0) load_step<Part>(list, q_tile, full, tokens.rows[0]);
+        if (lane == 0) load_step<Part>(list, stages, full, step, tokens.rows[0]);
         return;
     }
     if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
     __syncwarp();
     if (lane >= TQ) return;
-    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
-    if (Part::HAS_DO) tma_load_row_tile<DV>(q_tile + K_BYTES + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_Q) tma_load_row_tile<DK>(stages + q_offset(step) + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(stages + do_offset(step) + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
-template <class List> DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
+template <class Part, class List> DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
     typedef StepTokens<List> Tokens;
     Tokens coming(list, 0);
     for (int step = 0; step < list.steps; ++step) {
         const Tokens tokens = coming;
         coming = Tokens(list, step + 1);  // one step ahead: addresses depend on it
-        const bool adjacent = tokens.adjacent();
-        if constexpr (APART) {  // do is released first
-            load_tokens<OnlyDo>(list, stages, shared, step, tokens, adjacent);
-            load_tokens<OnlyQ>(list, stages, shared, step, tokens, adjacent);
-        } else load_tokens<QAndDo>(list, stages, shared, step, tokens, adjacent);
+        load_tokens<Part>(list, stages, shared, step, tokens, tokens.adjacent());
     }
 }
 
@@ -165,15 +171,15 @@ template <class List> DEVICE void produce_tokens(const List &list, unsigned char
 // adjacent, the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th group of four. Copies arrive
 // at the barrier asynchronously and need the consumer's fence (wait_for_rows).
 template <class Part, class List>
-DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, const PipelineState<STAGES> &at,
+DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, int step,
                       const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, column = lane % 8;
-    Part::wait_empty(shared, at);
+    Part::wait_empty(shared, step);
     __syncwarp();
     if (adjacent) {
-        u64 *full = Part::full(shared, at);
+        u64 *full = Part::full(shared, step);
         if (copier || lane) mbarrier_arrive(full);
-        else load_step<Part>(list, stages + at.stage * STAGE_BYTES, full, tokens.rows[0]);
+        else load_step<Part>(list, stages, full, step, tokens.rows[0]);
         return;
     }
 #pragma unroll 1
@@ -185,25 +191,23 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
         const i64 s = exists ? row : 0;
         const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
         const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
-        unsigned char *to = stages + at.stage * STAGE_BYTES + swizzled(tile_row, column);
-        UNROLL for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(to + c / 64 * PANEL), q_row + c, exists);
-        UNROLL for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64)
-            cp_async_16(reinterpret_cast<u16 *>(to + K_BYTES + c / 64 * PANEL), do_row + c, exists);
+        unsigned char *to = stages + swizzled(tile_row, column), *q_to = to + q_offset(step), *do_to = to + do_offset(step);
+        UNROLL for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(q_to + c / 64 * PANEL), q_row + c, exists);
+        UNROLL for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(do_to + c / 64 * PANEL), do_row + c, exists);
     }
-    cp_async_mbarrier_arrive(Part::full(shared, at));
+    cp_async_mbarrier_arrive(Part::full(shared, step));
 }
 
 template <class List> DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
     const int column = threadIdx.x % 8 * 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
-        const auto at = state_of(step);
         const StepTokens<List> tokens(list, step);  // read before the stage is empty
         const bool adjacent = tokens.adjacent();
         if constexpr (APART) {
-            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
-            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
-        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
+            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
+            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
+        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
     }
     cp_async_commit();
     cp_async_wait<0>();
@@ -223,27 +227,28 @@ template <class List> DEVICE uint2 seen_keys(const List &list, int row, int step
     return make_uint2(bits[0], bits[1]);
 }
 
-// Load lse, delta and limits (or key bits) of a step, by one warp, two rows per lane.
+// Load lse, delta and limits (or key bits) of a step, by one warp, two adjacent rows per lane.
 template <class List> DEVICE void copy_statistics(const List &list, Shared &shared) {
+    constexpr int TOKENS = PAIRS ? 1 : 2;  // of a lane
     const int lane = threadIdx.x % 32;
-    int coming[2], starts = 0;
+    int coming[TOKENS], starts = 0;
     if constexpr (SMALL_BLOCK) starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * BLOCK_KEYS));
-    for (int i = 0; i < 2; ++i) coming[i] = list.row(0, (lane + 32 * i) / H);
+    for (int i = 0; i < TOKENS; ++i) coming[i] = list.row(0, (2 * lane + i) / H);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
-        const int rows[2] = {coming[0], coming[1]};
-        for (int i = 0; i < 2; ++i) coming[i] = list.row(step + 1, (lane + 32 * i) / H);
-        uint2 seen[2];  // SMALL_BLOCK; computed before the stage is empty, to hide the latency
-        for (int i = 0; i < 2; ++i)
-            if constexpr (SMALL_BLOCK) seen[i] = seen_keys(list, rows[i], step, (lane + 32 * i) / H, starts);
+        const int rows[2] = {coming[0], coming[TOKENS - 1]};
+        for (int i = 0; i < TOKENS; ++i) coming[i] = list.row(step + 1, (2 * lane + i) / H);
+        uint2 seen[TOKENS];  // SMALL_BLOCK; computed before the stage is empty, to hide the latency
+        for (int i = 0; i < TOKENS; ++i)
+            if constexpr (SMALL_BLOCK) seen[i] = seen_keys(list, rows[i], step, (2 * lane + i) / H, starts);
         shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
-            const int row = lane + 32 * i;
+            const int row = 2 * lane + i;
             const bool exists = rows[i] < list.x.p.S;
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
             cp_async_4(&shared.delta[at.stage][row], list.x.delta + index, exists);
-            shared.visible[at.stage].store(row, SMALL_BLOCK || !exists ? 0 : row_limit(list.x.p, list.b, rows[i]) - list.first_key, seen[i]);
+            shared.visible[at.stage].store(row, SMALL_BLOCK || !exists ? 0 : row_limit(list.x.p, list.b, rows[i]) - list.first_key, seen[i % TOKENS]);
         }
         cp_async_mbarrier_arrive(&shared.steps.full[at.stage]);
         mbarrier_arrive(&shared.steps.full[at.stage]);
@@ -255,7 +260,7 @@ template <class List> DEVICE void produce_boxes(const List &list, unsigned char 
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         shared.wait_empty(at);
-        load_step<QAndDo>(list, stages + at.stage * STAGE_BYTES, &shared.steps.full[at.stage], list.row(step, 0));
+        load_step<QAndDo>(list, stages, &shared.steps.full[at.stage], step, list.row(step, 0));
     }
 }
 
@@ -265,13 +270,14 @@ template <class List> DEVICE void produce_rows(const List &list, unsigned char *
     else if constexpr (ADJACENT) {
         if (producer == 0 && threadIdx.x % 32 == 0) produce_boxes(list, stages, shared);
     } else if constexpr (!BY_TMA) copy_tokens(list, stages, shared, producer ? producer - 1 : 0);
-    else if (producer == 0) produce_tokens(list, stages, shared);
+    else if (producer == 0) produce_tokens<Part<true, !APART>>(list, stages, shared);
+    else if (APART && producer == 2) produce_tokens<OnlyDo>(list, stages, shared);
 }
 
 // Zero the rows that no token fills, because p = 1 there and q and do must contribute 0.
 DEVICE void zero_stages(unsigned char *stages) {
     if (TQ * H < ROWS)
-        for (int i = threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += 128 * (CONSUMERS + 1))
+        for (int i = THIRD_Q ? q_offset(STAGES) / 16 + threadIdx.x : threadIdx.x; i < STAGES * STAGE_BYTES / 16; i += 128 * (CONSUMERS + 1))
             *reinterpret_cast<uint4 *>(stages + i * 16) = make_uint4(0, 0, 0, 0);
     fence_async_proxy();
 }

@@ -346,14 +346,18 @@ def dkdv_tiles(call: Call, *row_tensors: torch.Tensor) -> tuple[torch.Tensor, to
 
 @pytest.mark.parametrize(("h", "S", "block", "dkdv"), [
     (1, 150, 128, sm90.dkdv_groups), (16, 40, 128, sm90.dkdv_groups), (4, 90, 128, dkdv_tiles), (3, 60, 16, sm90.dkdv_groups),
+    (12, 60, 4, sm90.dkdv_groups),
 ])  # fmt: skip
 def test_gradients_by_lists_of_a_block_or_of_its_tiles(
     monkeypatch: pytest.MonkeyPatch, short: None, h: int, S: int, block: int, dkdv: Callable[..., Any]
 ) -> None:
     """One list per block is bit-equal to one per tile, except for unordered positions, whose sums have another order. Lists have several
-    segments, causality or the end of the keys cuts blocks, and keys that no row sees are NaN."""
+    segments, causality or the end of the keys cuts blocks, and keys that no row sees are NaN. 12 heads have 256 columns, and lists of more
+    steps than stages."""
     emulated(monkeypatch, BACKWARDS | EAGER)
-    S_kv, D = S + 210, 64
+    S_kv, D = S + 210, 256 if h == 12 else 64
+    if h == 12:
+        monkeypatch.setattr(key_to_rows, "SHORTEST", 32)
     q, k, v = make_qkv(S=S, G=2, h=h, Dk=D, Dv=D, S_kv=S_kv, dtype=torch.float16)
     ranges = make_blocks(1, S, 2, S_kv, 2 if block == 128 else 6, block).ranges
     ranges = torch.where(torch.arange(S)[:, None, None, None] % 23 == 5, 0, ranges)

@@ -27,7 +27,7 @@ from nsa_sel.backends._triton import ranges as block_ranges
 from nsa_sel.backends.cupy_cuda import block_tiles, launch, tensor_map
 from nsa_sel.backends.launcher import batch, cuda_driver, replay
 from nsa_sel.backends.launcher.buffers import unwritten
-from nsa_sel.backends.launcher.passes import forward_of_any_scale
+from nsa_sel.backends.launcher.passes import forward_of_any_scale, outputs
 from nsa_sel.core import ranges as ranges_module
 from nsa_sel.core import registry, run
 from nsa_sel.core.arguments import whole_blocks
@@ -347,22 +347,6 @@ def test_a_recording_holds_little_memory(monkeypatch: pytest.MonkeyPatch, whole:
 
 
 @needs_compiler
-@pytest.mark.parametrize("disjoint", [False, True])
-def test_a_kept_selection_builds_no_plan_again(driver: list[str], played: list[int], disjoint: bool) -> None:
-    call = call_of(0, {REPEATED: True})
-    if disjoint:
-        call.selection = Selection(call.disjoint_ranges(), 16, disjoint=True)
-    for _ in range(2):
-        passes(call, 0)
-    driver.clear()
-    for _ in range(2):
-        passes(call, 0)
-    assert len(played) == 4  # forward and backward, no lists
-    assert len(driver) == sum(played)
-    assert "sort_count.cu" not in driver
-
-
-@needs_compiler
 def test_plans_follow_writes_into_the_ranges(driver: list[str], played: list[int]) -> None:
     call = call_of(0, {REPEATED: True})
     for seed in range(5):
@@ -447,17 +431,30 @@ def test_shortcuts_replay_passes_of_their_class_alone(driver: list[str]) -> None
     assert known["backward"](call.selection, *tensors, o, lse, do.transpose(1, 2).contiguous().transpose(1, 2)) is None
     assert known["backward"](call.selection, *tensors, o, lse, o) is None  # a tensor twice
     assert known["backward"](call.selection, *tensors, o, lse, None) is None
+    strided = do.transpose(1, 2).contiguous().transpose(1, 2)
+    for _ in range(3):  # later passes of other strides leave the shortcut as it is
+        assert_equal(list(cupy_cuda.backward(call, o, lse, strided, None)), gradients)
+    call.selection.forget_plans()
+    call.disjoint_ranges()
+    assert_equal(list(known["backward"](call.selection, *tensors, o, lse, do)), gradients)
     call.selection.measure()
     assert known["forward"](call.selection, *tensors) is None
 
 
 @needs_compiler
-def test_few_rows_whose_blocks_may_repeat_have_no_shortcut_forward(driver: list[str], played: list[int]) -> None:
+@pytest.mark.parametrize("n", [1, 3])
+def test_few_rows_have_a_shortcut_forward_unless_blocks_may_repeat(ranges_kernel: None, played: list[int], n: int) -> None:
+    """It makes no ranges."""
     known: dict[Any, Any] = {REPEATED: True}
     for seed in range(3):
-        passes(call_of(seed, known, S=8), seed)
+        call = call_of(seed, known, S=4, D=64)
+        call.selection = Selection.from_blocks(torch.full((2, 4, 2, n), seed, dtype=torch.int32), 16)
+        wanted = cupy_cuda.forward(call)
+        for shortcut in [known[key] for key in known if key == "forward"]:
+            assert_equal(list(shortcut(call.selection, call.q, call.k, call.v)), list(wanted))
+        assert call.selection.indices is not None
     assert played
-    assert "forward" not in known
+    assert ("forward" in known) == (n == 1)
 
 
 def test_launches_whose_arguments_repeat_become_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -530,8 +527,20 @@ def test_what_differs_runs_as_it_is_written(monkeypatch: pytest.MonkeyPatch, dri
         assert_equal(list(cupy_cuda.backward(call, o, lse, do, None)), list(cupy_cuda.backward(plain, o, lse, do, None)))
         assert played == [1]  # the forward
         return
-    assert_equal(passes(call, 1), passes(plain, 1))
+    wanted = passes(plain, 1)
+    assert_equal(passes(call, 1), wanted)
+    if what == "negative scale":
+        assert_equal(list(cupy_cuda.backward_and_delta(call, *wanted[:2], make_grads(call.q, call.v, 1)[0], None)[:3]), wanted[2:])
     assert bool(played) == (what in ("unaligned", "refused"))  # neither started
+
+
+def test_kernels_write_16_bytes_at_a_time_only_to_outputs_at_multiples_of_16() -> None:
+    call = call_of(0, None)
+    o, lse = torch.empty(*call.q.shape[:-1], 24).half(), torch.empty(call.q.shape[:-1])
+    for to in (o, moved(o)):
+        call.out = to, lse
+        found = outputs(call)
+        assert (found[0] is to, found[1] is lse, found[0].data_ptr() % 16) == (to is o, True, 0)
 
 
 FOREIGN = torch.zeros(64)
@@ -766,6 +775,19 @@ def test_a_selection_that_a_capture_uses_first(backend: str, S: int) -> None:
         static.ranges.copy_(Selection.from_blocks(x, 64).ranges)
         graph.replay()
         assert torch.equal(o, expected)
+
+
+@pytest.mark.gpu
+def test_ranges_are_never_made_on_the_stream_of_a_capture() -> None:
+    """PyTorch has 32 streams, which take turns."""
+    q, k, v, _, blocks = inputs_of(0, 1)
+    wanted = selection_attention(q, k, v, Selection.from_blocks(blocks, 64))
+    for _ in range(33):
+        static, graph = Selection.from_blocks(blocks, 64), torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o = selection_attention(q, k, v, static)
+        graph.replay()
+        assert torch.equal(o, wanted)
 
 
 @pytest.mark.gpu

@@ -194,7 +194,7 @@ def test_sglang_is_hooked_in_tested_versions(monkeypatch: pytest.MonkeyPatch, ca
 def test_calls_with_anything_else_run_sglangs_code(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def original(
         q: Any, k_cache: Any, idx_q: Any, idx_k_cache: Any, sink: Any = None, disable_index_value: bool = True, score_type: str = "max",
-        max_seqlen: int = 8,
+        max_seqlen: int = 8, block_size_q: int = 1,
     ) -> str:  # fmt: skip
         return "SGLang's"
 
@@ -202,6 +202,7 @@ def test_calls_with_anything_else_run_sglangs_code(monkeypatch: pytest.MonkeyPat
     refused: list[dict[str, Any]] = [
         {"sink": q}, {"disable_index_value": False}, {"score_type": "lse"}, {"idx_q": q}, {"k_cache": keys.double()},
         {"k_cache": keys.to(torch.float8_e5m2)}, {"idx_k_cache": index_keys.double()}, {"k_cache": keys[None]},
+        {"block_size_q": 4}, {"idx_q": index_q.to(torch.float8_e4m3fn)},
     ]  # fmt: skip
     call = {"q": q, "k_cache": keys, "idx_q": index_q, "idx_k_cache": index_keys}
     monkeypatch.setattr(sglang, "attend", lambda *given: "ours")
