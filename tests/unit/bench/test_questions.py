@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from nsa_sel import choose_blocks, use_backend
 from nsa_sel.bench import headline
 from nsa_sel.bench.core import contenders, store, variants
-from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
+from nsa_sel.bench.core.cases import Case, make_selection, prefill, split_cache, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
 from nsa_sel.bench.questions import choosing_steps, host_time, indexer_loss, layer_parts, speed
@@ -161,10 +161,14 @@ def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(kind: str
 # Choosing for one new token
 
 
-def test_steps_are_measured_over_caches_in_e4m3_too() -> None:
-    jobs = speed.jobs({"steps": speed.SUITES["steps"]}, (contenders.ours("cupy-cuda"), contenders.ours("sdpa-packed")), "qsa-tail")
-    assert [job.case.n for job in jobs] == [513] * 4
-    assert {row["backend"] for row in wanted(jobs[0])} == {"cupy-cuda", f"cupy-cuda, {variants.E4M3}"}
+def test_steps_are_measured_over_caches_too() -> None:
+    """Of e4m3 in all orders of memory, of MiniMax-M3 in pages as well."""
+    backends = contenders.ours("cupy-cuda"), contenders.ours("sdpa-packed")
+    for name, caches in (("qsa-tail", variants.E4M3), ("minimax-m3-decode-B1-", variants.LAYOUTS)):
+        job, *_ = speed.jobs({"steps": speed.SUITES["steps"]}, backends, name)
+        found = {row["backend"] for row in wanted(job)}
+        assert found == {"cupy-cuda", *(f"cupy-cuda, {cache}" for cache in caches)}
+        assert {split_cache(x)[1] for x in found} == {None, *caches}
 
 
 @pytest.mark.parametrize("page", [8, 64])
