@@ -91,7 +91,7 @@ def selection_attention_with_kvcache(
     again = None
     if type(selection) is Selection and _plain_numbers(scale, max_seqlen_q, return_lse) and (static := selection.facts_of_listed()):
         again = run.Repeated.of(
-            ("attend", static, scale, backend, max_seqlen_q), q, k_cache, v_cache, selection.listed, cache_seqlens, block_table,
+            ("attend", static, scale, return_lse, backend, max_seqlen_q), q, k_cache, v_cache, selection.listed, cache_seqlens, block_table,
             cu_seqlens_q, k_scale, v_scale, out, lse_out,
         )  # fmt: skip
         if again is not None and selection._blocks is not None:
@@ -103,17 +103,18 @@ def selection_attention_with_kvcache(
     check_flag("return_lse", return_lse)
     packed = packed_requests(q, cu_seqlens_q, max_seqlen_q, cache_seqlens)
     made = _attend(
-        again, q, k_cache, v_cache, selection, cache_seqlens, block_table, (k_scale, v_scale), scale, backend, packed, (out, lse_out)
-    )
+        again, q, k_cache, v_cache, selection, cache_seqlens, block_table, (k_scale, v_scale), scale, backend, packed, (out, lse_out),
+        return_lse,
+    )  # fmt: skip
     return _given_or_made(made, (out, lse_out), return_lse)
 
 
 def _attend(
     again: run.Repeated | None, q: Tensor, k_cache: Tensor, v_cache: Tensor, selection: Selection | Tensor, cache_seqlens: Tensor,
     block_table: Tensor | None, k_v_scales: tuple[Tensor | None, Tensor | None], scale: float | None, backend: str | None,
-    requests: Requests | None, outputs: tuple[Tensor | None, Tensor | None],
+    requests: Requests | None, outputs: tuple[Tensor | None, Tensor | None], return_lse: bool,
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Check a call, and return those of o and lse that `outputs` does not get. again: the call, if it can be replayed."""
+    """Check a call, and return o, and with return_lse lse, unless `outputs` gets them. again: the call, if it can be replayed."""
     flat, packed = isinstance(q, Tensor) and q.dim() == 4, requests is not None
     if flat:
         q = q.unsqueeze(1)
@@ -141,7 +142,7 @@ def _attend(
         _check_gradients(q, k, v, "packed" * packed or "paged" * (block_table is not None) or "quantized" * (scales is not None), given)
 
     def work() -> tuple[Tensor, ...]:
-        """Return those of o and lse that are not given."""
+        """Return those of o and lse that are returned and not given: a replay makes all others in one buffer."""
         where = _Keys(cache_seqlens, block_table)
         if requests is not None:
             unit = math.lcm(max(1, k.shape[2]), selection.block_size or 1)
@@ -155,7 +156,8 @@ def _attend(
         else:
             results = where.attend(q, k, v, selection, scale, backend, scales, given)
         written = [x if to is None else _written(x, to) for x, to in zip(results, given, strict=True)]
-        return tuple((x.squeeze(1) if flat else x) for x, to in zip(written, given, strict=True) if to is None)
+        returned = zip(written, given, (True, return_lse), strict=True)
+        return tuple((x.squeeze(1) if flat else x) for x, to, asked in returned if to is None and asked)
 
     # Such rows of blocks are read as they are listed, without plans that calls of other layers could share.
     repeats = again is not None and not differentiable and (packed or q.shape[1] <= FEW_TOKENS)

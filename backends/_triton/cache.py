@@ -31,67 +31,74 @@ TENSORS = tl.constexpr(6)  # keys and values of three branches
 
 
 @triton.jit
-def copy_row(x, to, scale, stride, b, s, slot, G, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr):
-    """Copy x[b, s] [G,D] to row `slot` of `to` [slots,G,D], divided by scales [G] if `to` is in e4m3.
+def copy_row(
+    x, to, scale, stride, to_stride, b, s, slot, PAGE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Copy x[b, s] [G,D] to key `slot` of pages `to` [pages,PAGE,G,D], divided by scales [G] if `to` is in e4m3.
 
     e4m3 saturates at 448, with the bits of `nsa_sel.quantize.stored`. NaN stays NaN, because it compares as false.
     """
     g, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
     exists = (g < G)[:, None] & (d < D)[None, :]
-    row = x + b * stride[0] + s * stride[1] + g.to(tl.int64)[:, None] * stride[2] + d[None, :]
-    numbers = tl.load(row, mask=exists)
+    group = g.to(tl.int64)[:, None]  # [BLOCK_G, 1]
+    row = x + b * stride[0] + s * stride[1] + group * stride[2] + d[None, :]
+    numbers = tl.load(row, mask=exists)  # [BLOCK_G, BLOCK_D]
     if scale is not None:
         numbers = numbers.to(tl.float32) * tl.div_rn(1.0, tl.load(scale + g, mask=g < G, other=1.0))[:, None]
         numbers = tl.where(numbers > 448.0, 448.0, tl.where(numbers < -448.0, -448.0, numbers)).to(tl.float8e4nv)
-    tl.store(to + slot * G * D + (g * D)[:, None] + d[None, :], numbers, mask=exists)
+    out = to + slot // PAGE * to_stride[0] + slot % PAGE * to_stride[1] + group * to_stride[2] + d[None, :]
+    tl.store(out, numbers, mask=exists)
 
 
 @triton.jit
 def append_kernel(
     k_cmp, v_cmp, k_slc, v_slc, k_win, v_win, k_raw, v_raw, k, v, k_last, v_last, slot, last_slot,
-    k_scale, v_scale, k_last_scale, v_last_scale, strides, S, G,
-    Dk: tl.constexpr, Dv: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr,
+    k_scale, v_scale, k_last_scale, v_last_scale, strides, to_strides, S,
+    PAGE: tl.constexpr, G: tl.constexpr, D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Copy the new tokens' six tensors to their pages.
+    """Copy the new tokens' six tensors, of which some may be None, to their pages.
 
     Grid: one program per token [B,S] and tensor, because one program for all would pay the memory latency six times.
-    Sources are [B,S,G,D]; k and v go to `slot` [B,S], the others to `last_slot` [B,S]. Scales are [G] or None.
+    Sources are [B,S,G,D], each of its own sizes; k and v go to `slot` [B,S], the others to `last_slot` [B,S]. Scales are [G]
+    or None.
     """
     row, which = tl.program_id(0) // TENSORS, tl.program_id(0) % TENSORS
     b, s = (row // S).to(tl.int64), (row % S).to(tl.int64)
     at, last = tl.load(slot + row), tl.load(last_slot + row)
-    keys, values = (k_cmp, k_slc, k_win), (v_cmp, v_slc, v_win)
-    to_keys, to_values, slots = (k_raw, k, k_last), (v_raw, v, v_last), (last, at, last)
-    k_scales, v_scales = (None, k_scale, k_last_scale), (None, v_scale, v_last_scale)
-    for c in tl.static_range(3):
-        if which == 2 * c:
-            copy_row(keys[c], to_keys[c], k_scales[c], strides[2 * c], b, s, slots[c], G, Dk, BLOCK_G, BLOCK_DK)
-        elif which == 2 * c + 1:
-            copy_row(values[c], to_values[c], v_scales[c], strides[2 * c + 1], b, s, slots[c], G, Dv, BLOCK_G, BLOCK_DV)
+    new, to = (k_cmp, v_cmp, k_slc, v_slc, k_win, v_win), (k_raw, v_raw, k, v, k_last, v_last)
+    slots, scales = (last, last, at, at, last, last), (None, None, k_scale, v_scale, k_last_scale, v_last_scale)
+    for i in tl.static_range(TENSORS):
+        if new[i] is not None:  # noqa: SIM102 - decided when the kernel is compiled
+            if which == i:
+                copy_row(
+                    new[i], to[i], scales[i], strides[i], to_strides[i], b, s, slots[i], PAGE, G[i], D[i], BLOCK_G[i], BLOCK_D[i]
+                )  # fmt: skip
 
 
 def append(
-    keys: tuple[Tensor, ...], pools: tuple[Tensor, ...], slot: Tensor, last_slot: Tensor, scales: tuple[Tensor, ...] | None = None
+    keys: tuple[Tensor | None, ...], pools: tuple[Tensor | None, ...], slot: Tensor, last_slot: Tensor,
+    scales: tuple[Tensor, ...] | None = None,
 ) -> None:  # fmt: skip
     """Write keys and values of new tokens to pages.
 
     Args:
-        keys: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win [B,S,G,D], of any strides with a contiguous last dimension.
-        pools: [pages,page_size,G,D], contiguous, in this order.
+        keys: k_cmp, v_cmp, k_slc, v_slc, k_win, v_win [B,S,G,D], each of its own G and D, or None except for the first.
+        pools: [pages,page_size,G,D], in this order; of any strides, as keys, with a contiguous last dimension.
         slot, last_slot: [B,S] int64, where those of the selected branch go, and the others.
         scales: float32 [G] of the last four pools, which then are in e4m3 (SM 8.9 and newer); or None.
     """
-    B, S, G, Dk = keys[0].shape
-    Dv = keys[1].shape[3]
+    B, S = slot.shape
     if B * S:
-        tensors = (*keys, *pools, slot, last_slot, *(scales or (None,) * 4))
-        _append(G, Dk, Dv).launch(B * S * TENSORS.value, tensors, (tuple(x.stride()[:3] for x in keys), S, G))
+        strides = (tuple((0, 0, 0) if x is None else x.stride()[:3] for x in some) for some in (keys, pools))
+        kernel = _append(pools[0].shape[1], *zip(*((0, 0) if x is None else x.shape[2:] for x in keys), strict=True))  # type: ignore[union-attr]
+        kernel.launch(B * S * TENSORS.value, (*keys, *pools, slot, last_slot, *(scales or (None,) * 4)), (*strides, S))
 
 
 @functools.lru_cache(REMEMBERED)
-def _append(G: int, Dk: int, Dv: int) -> Kernel:
-    tiles = {"BLOCK_G": tile_size(G, 1), "BLOCK_DK": tile_size(Dk, 1), "BLOCK_DV": tile_size(Dv, 1)}
-    return Kernel(append_kernel, Dk=Dk, Dv=Dv, **tiles, num_warps=1)
+def _append(page: int, G: tuple[int, ...], D: tuple[int, ...]) -> Kernel:
+    block_g, block_d = (tuple(tile_size(size, 1) for size in sizes) for sizes in (G, D))
+    return Kernel(append_kernel, PAGE=page, G=G, D=D, BLOCK_G=block_g, BLOCK_D=block_d, num_warps=1)
 
 
 FEW_KEYS, KEYS = 4, 8  # most keys per partial sum, if few compressed keys can be new, and otherwise

@@ -60,18 +60,27 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
+ORDERS = "keys first", "groups first", "one pool"  # [.., key, group, D], [.., group, key, D], [.., group, key, Dk + Dv]
+
+
 class Cache(NamedTuple):
-    """A KV cache [.., key, group, D]: keys per page (None for one piece), and its format (None for q's dtype).
+    """A KV cache [.., key, group, D]: keys per page (None for one piece), its format (None for q's dtype), and the order of
+    memory.
 
     A row names the cache after its backend: "cupy-cuda, pages of 64, keys first, e4m3/head".
     """
 
     page_size: int | None
     quantized: Quantized | None = None
+    order: str = "keys first"
+
+    @property
+    def pages(self) -> str:
+        """Return what holds the keys, in words."""
+        return "in one piece" if self.page_size is None else f"pages of {self.page_size}"
 
     def __str__(self) -> str:
-        where = "in one piece" if self.page_size is None else f"pages of {self.page_size}"
-        return f"{where}, keys first" + (f", {self.quantized}" if self.quantized else "")
+        return f"{self.pages}, {self.order}" + (f", {self.quantized}" if self.quantized else "")
 
 
 def with_cache(backend: str, cache: Cache | None) -> str:
@@ -81,11 +90,11 @@ def with_cache(backend: str, cache: Cache | None) -> str:
 
 def split_cache(name: str) -> tuple[str, Cache | None]:
     """Return the backend and the cache of `with_cache`, or the whole name and None."""
-    found = re.fullmatch(r"(.*), (?:in one piece|pages of (\d+)), keys first(?:, (.*))?", name)
+    found = re.fullmatch(rf"(.*), (?:in one piece|pages of (\d+)), ({'|'.join(ORDERS)})(?:, (.*))?", name)
     if found is None:
         return name, None
-    assert found[3] is None or found[3] in get_args(Quantized), name
-    return found[1], Cache(int(found[2]) if found[2] else None, cast(Quantized | None, found[3]))
+    assert found[4] is None or found[4] in get_args(Quantized), name
+    return found[1], Cache(int(found[2]) if found[2] else None, cast(Quantized | None, found[4]), found[3])
 
 
 # Suites

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from nsa_sel import selection_attention, selection_attention_varlen
-from nsa_sel.bench.core.cases import Cache, Case, packed_bounds, with_cache
+from nsa_sel.bench.core.cases import ORDERS, Cache, Case, packed_bounds, with_cache
 from nsa_sel.bench.core.contenders import Contender, Problem, Ready, ours
 from nsa_sel.bench.core.peers import by_tokens
 from nsa_sel.core import registry
@@ -28,7 +28,9 @@ READERS = tuple(name for name, backend in registry.backends().items() if backend
 
 
 CACHES = [Cache(size, quantized) for quantized in FORMATS for size in (None, *PAGE_SIZES)]
-E4M3 = Cache(None, "e4m3/head")  # the e4m3 cache that the suite "steps" times
+# Of the suite "steps": all orders of memory, and of MiniMax-M3 pages, too.
+LAYOUTS = [Cache(size, quantized, order) for size in (None, 128) for quantized in FORMATS for order in ORDERS]
+E4M3 = [cache for cache in LAYOUTS if cache.quantized and cache.page_size is None]
 
 
 def over_caches(backends: Sequence[str], caches: Sequence[Cache] = CACHES) -> list[Contender]:
@@ -47,15 +49,20 @@ def _over_cache(backend: str, cache: Cache, problem: Problem) -> Ready:
     B, S_kv = k_cache.shape[:2]
     options: dict[str, Any] = {"backend": backend, "block_table": None}
     if cache.page_size is not None:
-        order = torch.randperm(B * (S_kv // cache.page_size), generator=torch.Generator().manual_seed(0)).to(problem.k.device)
-        options["block_table"] = order.int().view(B, -1)
+        page = torch.randperm(B * (S_kv // cache.page_size), generator=torch.Generator().manual_seed(0)).to(problem.k.device)
+        options["block_table"] = page.int().view(B, -1)
         paged = (torch.unflatten(x, 1, (-1, cache.page_size)).flatten(0, 1) for x in (k_cache, v_cache))
-        k_cache, v_cache = (x[order.argsort()] for x in paged)  # page i is at order[i]
+        k_cache, v_cache = (x[page.argsort()] for x in paged)  # page i is at page[i]
     if cache.quantized is not None:
         each = cast(Each, cache.quantized.partition("/")[2])
         k_cache, options["k_scale"] = quantize_e4m3(k_cache, each)
         v_cache, options["v_scale"] = quantize_e4m3(v_cache, each)
-    k_cache, v_cache = k_cache.contiguous(), v_cache.contiguous()
+    Dk, dims = k_cache.shape[3], (0, 1, 2, 3) if cache.order == "keys first" else (0, 2, 1, 3)
+    if cache.order == "one pool":
+        pool = torch.cat((k_cache, v_cache), -1).permute(dims).contiguous().permute(dims)
+        k_cache, v_cache = pool[..., :Dk], pool[..., Dk:]
+    else:
+        k_cache, v_cache = (x.permute(dims).contiguous().permute(dims) for x in (k_cache, v_cache))
     lengths = torch.full((B,), S_kv, dtype=torch.int32, device=problem.q.device)
     indices, block = problem.selection.block_indices, problem.selection.block_size
     assert block is not None, "caches are decoded over blocks"

@@ -34,6 +34,7 @@ from nsa_sel.bench.core.contenders import dense_causal_sdpa
 from nsa_sel.bench.core.store import Row
 from nsa_sel.bench.core.timing import Timing, copy_bandwidth, replayed_milliseconds
 from nsa_sel.cache import NSACache
+from nsa_sel.caching.pools import joined
 from nsa_sel.projection import Parts
 from nsa_sel.quantize import STORED
 from nsa_sel.selection import Selection
@@ -89,7 +90,9 @@ def parts(layer: NSAttention, cache: NSACache, sequences: list[int], length: int
         "between": (lambda: before.attend(new, compress, rule, None), choose + select + window),
     }
     if step.scales is None:
-        k, v = (x[: B * length // PAGE].view(B, length, G, D).transpose(1, 2) for x in (step.pools.k, step.pools.v))
+        both = joined(step.pools.k, step.pools.v)[: B * length // PAGE].transpose(1, 2)
+        both = both.view(B, G, length, 2 * D)  # as many numbers, as keys in one piece
+        k, v = both[..., :D], both[..., D:]
         found["dense"] = lambda: dense_causal_sdpa(new.q, k, v), numbers * length * k.itemsize
     return found
 

@@ -8,8 +8,8 @@
 Whole calls are timed: a fresh `Selection` each time, from block indices and without a promise, so that plans are built
 within it; a decoding step as one of 20 calls in a CUDA graph. Parity is checked in the same run, on outputs whose memory
 held NaN, for sampled rows against the float64 oracle (`mae`). Suite caches: decoding over KV caches in one piece and in
-pages, in bf16 and in e4m3. Suite steps: plain calls, and caches in e4m3. Suite packed: all sequences of a batch in one
-call, one by one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.
+pages, in bf16 and in e4m3. Suite steps: plain calls, and caches in all orders of memory. Suite packed: all sequences of
+a batch in one call, one by one, and after a copy that aligns them (bench/core/variants.py). Run again, it continues.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import typer
 from tabulate import tabulate
 
 from nsa_sel.bench.core import cases, markdown, variants
-from nsa_sel.bench.core.cases import Case, split_cache
+from nsa_sel.bench.core.cases import ORDERS, Cache, Case, split_cache
 from nsa_sel.bench.core.command_line import Backends, Device, Only, Out, Quick, device_of, echo, program, stderr_console
 from nsa_sel.bench.core.contenders import DENSE, PACKED, PREFILL_ONLY, SLOW, Contender, backends_on, named
 from nsa_sel.bench.core.session import Job, able, run
@@ -102,7 +102,7 @@ def jobs(suites: dict[str, Suite], contenders: Sequence[Contender], only: str, d
             names = [backend for backend in ours if takes_part.get(backend, True)]
             readers = [backend for backend in names if backend in variants.READERS]
             if name == "steps":
-                chosen += tuple(variants.over_caches(readers, [variants.E4M3]))
+                chosen += tuple(variants.over_caches(readers, variants.LAYOUTS if "minimax-m3" in case.case else variants.E4M3))
             if name in VARIANTS:
                 chosen = tuple(variants.over_caches(readers) if name == "caches" else variants.on_packed_batches(case, names))
             if step:  # computes no gradients, and checks none
@@ -124,17 +124,19 @@ def table(rows: Sequence[Row], shown: Sequence[str] = SHOWN) -> str:
 
 
 def table_of_steps(rows: Sequence[Row], bandwidth: float) -> str:
-    """Return microseconds of decoding steps by what keys and values are stored in; in brackets what reading the selected
-    ones once takes at `bandwidth` bytes per second.
+    """Return microseconds of decoding steps by what keys and values are stored in, for each order of memory; and what reading
+    the selected ones once takes at `bandwidth` bytes per second.
     """
     cells = []
     for row in measured(rows):
         case, (backend, cache) = Case(**{name: row[name] for name in Case._fields}), split_cache(row["backend"])
-        stored, size = ("bf16", 2) if cache is None or cache.quantized is None else ("e4m3", 1)
+        cache = Cache(None, None, "groups first") if cache is None else cache  # of a plain call
+        stored, size = ("e4m3", 1) if cache.quantized else ("bf16", 2)
         least = case.B * case.G * case.n * case.block * (case.Dk + case.Dv) * size / bandwidth * 1e6
-        text = f"{row['ms_median'] * 1e3:.3g}{markdown.MARK * markdown.scatters(row)} ({least:.3g})"
-        cells.append(((case.case, backend), stored, "decode", text))
-    return markdown.pivot(["case", "backend"], cells, ())
+        text = f"{row['ms_median'] * 1e3:.3g}{markdown.MARK * markdown.scatters(row)}"
+        line, column = (case.case, backend, cache.pages), f"{stored}: {' / '.join(ORDERS)}"
+        cells += [(line, column, cache.order, text), (line, f"{stored} read once", "least", f"{least:.3g}")]
+    return markdown.pivot(["case", "backend", "cache"], cells, ORDERS)
 
 
 def table_of_caches(rows: Sequence[Row]) -> str:
@@ -143,7 +145,7 @@ def table_of_caches(rows: Sequence[Row]) -> str:
     for row in measured(rows):
         backend, cache = split_cache(row["backend"])
         if cache is not None:
-            where = "in one piece: bf16 / e4m3" if cache.page_size is None else f"pages of {cache.page_size}"
+            where = "in one piece: bf16 / e4m3" if cache.page_size is None else cache.pages
             text = f"{row['ms_median'] * 1e3:.2f}{markdown.MARK * markdown.scatters(row)}"
             cells.append(((row["case"], backend), where, cache.quantized is not None, text))
     return markdown.pivot(["case", "backend"], cells, (False, True))

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from nsa_sel.attention import selection_attention
-from nsa_sel.caching.pools import CacheScales, Pools, dequantized
+from nsa_sel.caching.pools import CacheScales, Pools, dequantized, joined
 from nsa_sel.caching.step_tensors import StepSizes, StepTensors
 from nsa_sel.choosing import choose_blocks, compressed_attention
 from nsa_sel.compression import BlockMLP
@@ -146,17 +146,14 @@ class LayerStep(NamedTuple):
         """
         pools, tensors = self.pools[:3], self.tensors
         self._check((q, k, v), zip(("keys", "values", "index keys"), (k, v, index_k), pools, strict=True))
-        if self.scales is not None:
-            k, v = (stored(x, scale[:, None]) for x, scale in zip((k, v), self.scales[:2], strict=True))
-        for pool, x in zip(pools, (k, v, index_k), strict=True):
-            put(pool, tensors.slot, x)
+        append(self.pools, tensors, (index_k, None, k, v, None, None), self.scales)
         if self.prefill_lengths is None:
             blocks = choose_blocks_with_kvcache(index_q, pools[2], tensors.lengths, tensors.table, **rule)
             o = self.attend_selected(q, blocks, backend)
             return o.masked_fill_(~tensors.is_token[..., None, None, None], 0)
         pages, S_kv = PagedKeys(tensors.table, 0), self.prefill_lengths.keys
         (index_keys,) = gathered(pools[2:], None, pages, S_kv, q.dtype)
-        k, v = gathered(pools[:2], self.scales and self.scales[:2], pages, S_kv, q.dtype)
+        k, v = self.gathered_rows(S_kv, q.dtype)
         return selection_attention(q, k, v, choose_blocks(index_q, index_keys, **rule), backend=backend)
 
     def extend(self, new: Parts, by: tuple[Compress, Compress]) -> None:
@@ -180,10 +177,17 @@ class LayerStep(NamedTuple):
         pieces = PagedKeys(tensors.table, self.sizes.covered_pieces - 1)
         k, v = gathered(self.pools[2:4], None, pieces, rule.compressed_keys(S_kv), q.dtype)
         o_cmp, blocks = compressed_attention(q_cmp, k, v, **rule.options(), S_kv=S_kv)
-        k, v = gathered(self.pools[:2], scales and scales[:2], PagedKeys(tensors.table, 0), S_kv, q.dtype)
+        k, v = self.gathered_rows(S_kv, q.dtype)
         o_slc = selection_attention(q, k, v, blocks, backend=backend)
         k, v = gathered(self.pools[4:6], scales and scales[2:], PagedKeys(tensors.recent_table, 0), lengths.recent_keys, q.dtype)
         return o_cmp, o_slc, sliding_window_attention(q, k, v, self.sizes.window)
+
+    def gathered_rows(self, S_kv: int, dtype: torch.dtype) -> list[Tensor]:
+        """Return the first S_kv keys [B,G,S_kv,Dk] and values [B,G,S_kv,Dv] of the selected branch in `dtype`."""
+        k, v = self.pools[:2]
+        (rows,) = gathered((joined(k, v),), None, PagedKeys(self.tensors.table, 0), S_kv, dtype)
+        keys = rows[..., : k.shape[3]], rows[..., k.shape[3] :]
+        return [*keys] if self.scales is None else [dequantized(x, scale, dtype) for x, scale in zip(keys, self.scales[:2], strict=True)]
 
     def choose(self, q: Tensor, rule: Rule) -> tuple[Tensor, Selection]:
         """Return the compressed branch [B,S,G,h,Dv] of q [B,S,G,h,Dk], and the blocks that it chooses."""
@@ -305,24 +309,25 @@ def gathered(
     return keys if scales is None else [dequantized(x, scale, dtype) for x, scale in zip(keys, scales, strict=True)]
 
 
-def append(pools: Pools, tensors: StepTensors, keys: tuple[Tensor, ...], scales: CacheScales | None = None) -> None:
+def append(pools: Pools, tensors: StepTensors, keys: tuple[Tensor | None, ...], scales: CacheScales | None = None) -> None:
     """Write the keys and values of new tokens to a layer's pages.
 
     Args:
         pools: the layer's pages.
         tensors: of the step.
-        keys: k_cmp, v_cmp (not yet compressed), k_slc, v_slc, k_win, v_win, each [B,S,G,D].
+        keys: k_cmp, v_cmp (not yet compressed), k_slc, v_slc, k_win, v_win, each [B,S,G,D]; of an `MSAttention` layer index
+            keys, None, k, v, None, None.
         scales: with scales, the last four are quantized to e4m3.
     """
-    to = pools.k_raw, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
+    first, last_slot = (pools.k_raw, tensors.recent_slot) if keys[1] is not None else (pools.k_cmp, tensors.slot)
+    to = first, pools.v_raw, pools.k, pools.v, pools.k_win, pools.v_win
     if pools.k.is_cuda:
-        importlib.import_module(CACHE_KERNELS).append(keys, to, tensors.slot, tensors.recent_slot, scales)
+        importlib.import_module(CACHE_KERNELS).append(keys, to, tensors.slot, last_slot, scales)
         return
-    if scales is not None:
-        keys = *keys[:2], *(stored(x, scale[:, None]) for x, scale in zip(keys[2:], scales, strict=True))
-    slots = (tensors.recent_slot,) * 2 + (tensors.slot,) * 2 + (tensors.recent_slot,) * 2
-    for x, slot, y in zip(to, slots, keys, strict=True):
-        put(x, slot, y)
+    slots, of_keys = (last_slot,) * 2 + (tensors.slot,) * 2 + (last_slot,) * 2, (None, None, *(scales or (None,) * 4))
+    for x, slot, y, scale in zip(to, slots, keys, of_keys, strict=True):
+        if y is not None:
+            put(x, slot, y if scale is None else stored(y, scale[:, None]))
 
 
 def compress(
@@ -357,7 +362,10 @@ def covered(raw: Tensor, tensors: StepTensors) -> Tensor:
 
 def put(x: Tensor, slots: Tensor, y: Tensor) -> None:
     """Write y [B,N,G,D] to slots [B,N] of pages x [pages,page_size,G,D]."""
-    as_bytes(x).flatten(0, 1).index_copy_(0, slots.flatten(), as_bytes(y).flatten(0, 1))
+    if x.is_contiguous():
+        as_bytes(x).flatten(0, 1).index_copy_(0, slots.flatten(), as_bytes(y).flatten(0, 1))
+    else:  # k and v
+        as_bytes(x)[slots // x.shape[1], slots % x.shape[1]] = as_bytes(y)
 
 
 def _weights(work: Compress, raw: Tensor) -> tuple[Any, ...] | None:

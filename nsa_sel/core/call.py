@@ -387,6 +387,10 @@ class PagedKeys(NamedTuple):
         if seen is not None:
             first = torch.arange(table.shape[1], device=x.device) * x.shape[2]
             table = table.where(first < (seen + self.skipped).unsqueeze(1), 0)
+        if x.is_contiguous():  # gather each group's part of a page. PyTorch copies parts that are contiguous three times as fast
+            group = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
+            parts = torch.add(group, table.unsqueeze(1), alpha=x.shape[1])  # [B,G,pages], int64
+            return x.flatten(0, 1).index_select(0, parts.flatten()).view(*parts.shape[:2], -1, x.shape[3])[:, :, self.skipped :]
         pages = x.transpose(1, 2).index_select(0, table.flatten()).unflatten(0, table.shape)  # type: ignore[no-untyped-call]
         return pages.flatten(1, 2)[:, self.skipped :].transpose(1, 2)  # type: ignore[no-any-return]
 

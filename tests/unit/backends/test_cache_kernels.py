@@ -14,6 +14,7 @@ from torch import Tensor
 from nsa_sel import NSACache, gating
 from nsa_sel.backends._triton import cache as cache_kernels
 from nsa_sel.backends._triton import elementwise
+from nsa_sel.caching.pools import joined
 from nsa_sel.caching.step import _weights as weights_of
 from nsa_sel.caching.step import append, covered, put
 from nsa_sel.compression import BlockMLP
@@ -49,6 +50,7 @@ def modules(device: str, dtype: torch.dtype) -> tuple[BlockMLP, BlockMLP]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_append_writes_every_key_to_its_page(device: str) -> None:
     cache, step, keys = new_tokens(device, torch.float16, [1, 3, 2, 0])
+    assert joined(*step.pools[:2]).transpose(1, 2).is_contiguous(), "a group's keys and values are adjacent"
     wanted = [x.clone() for x in step.pools]
     slots = (step.tensors.recent_slot,) * 2 + (step.tensors.slot,) * 2 + (step.tensors.recent_slot,) * 2
     for i, slot, y in zip((6, 7, 0, 1, 4, 5), slots, keys, strict=True):

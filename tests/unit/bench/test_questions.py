@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from nsa_sel import choose_blocks, use_backend
 from nsa_sel.bench import headline
 from nsa_sel.bench.core import contenders, store, variants
-from nsa_sel.bench.core.cases import Case, make_selection, prefill, text_case
+from nsa_sel.bench.core.cases import Case, make_selection, prefill, split_cache, text_case
 from nsa_sel.bench.core.contenders import DENSE
 from nsa_sel.bench.core.session import wanted
 from nsa_sel.bench.questions import choosing_steps, host_time, indexer_loss, layer_parts, speed
@@ -161,10 +161,10 @@ def test_a_trained_models_rows_choose_the_first_and_the_nearest_blocks(kind: str
 # Choosing for one new token
 
 
-def test_steps_are_measured_over_caches_in_e4m3_too() -> None:
-    jobs = speed.jobs({"steps": speed.SUITES["steps"]}, (contenders.ours("cupy-cuda"), contenders.ours("sdpa-packed")), "qsa-tail")
-    assert [job.case.n for job in jobs] == [513] * 4
-    assert {row["backend"] for row in wanted(jobs[0])} == {"cupy-cuda", f"cupy-cuda, {variants.E4M3}"}
+def test_steps_are_measured_over_caches_in_all_orders_of_memory() -> None:
+    (job,) = speed.jobs({"steps": speed.SUITES["steps"]}, (contenders.ours("cupy-cuda"), contenders.ours("sdpa-packed")), "m3-decode-B1-")
+    found = {row["backend"] for row in wanted(job)}
+    assert {split_cache(x) for x in found} == {("cupy-cuda", cache) for cache in (None, *variants.LAYOUTS)}
 
 
 @pytest.mark.parametrize("page", [8, 64])
