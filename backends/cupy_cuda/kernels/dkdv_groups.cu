@@ -122,12 +122,12 @@ template <class List> struct SplitSteps {
     Pipeline<1> &exchange;
     const u32 stage0 = uniform(operand(shared_address(stages)));  // an operand
     const int2 whole = list.whole_steps();
-    DEVICE u32 q_tile(int step) const { return uniform(stage0 + q_offset(step) / 16); }
-    DEVICE u32 do_tile(int step) const { return uniform(stage0 + do_offset(step) / 16); }
+    DEVICE u32 q_tile(int step) const { return uniform(stage0 + q_offset(state_of(step).stage) / 16); }
+    DEVICE u32 do_tile(int step) const { return uniform(stage0 + do_offset(step % STAGES) / 16); }
     DEVICE void wait(int step) const {
         const auto at = state_of(step);
         wait_for_rows(shared, at);
-        list.zero_other_tokens(step, stages + q_offset(step));
+        list.zero_other_tokens(step, stages + q_offset(state_of(step).stage));
     }
     DEVICE void release(int step) const { shared.steps.release(state_of(step).stage); }
     // APART: of do.
@@ -357,7 +357,7 @@ extern "C" __global__ void __launch_bounds__(128 * (CONSUMERS + 1), CTAS) dkdv_g
         return;
     }
     reallocate_registers<CONSUMERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS, CTAS>(false);
-    if (producer == 3 && (SMALL_BLOCK || threadIdx.x % 32 == 0)) produce_tile(list, tile, &shared.tile);
+    if (producer == (THIRD_Q ? 3 : 0) && (SMALL_BLOCK || threadIdx.x % 32 == 0)) produce_tile(list, tile, &shared.tile);
     __syncwarp();
     produce_rows(list, stages, shared, producer);
 }

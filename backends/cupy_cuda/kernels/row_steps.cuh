@@ -21,7 +21,7 @@ constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES 
 
 // A third stage of q: the tile's last panel of keys, memory between keys and values, and the first
 // panel of values. Registers hold the panels (TileOperand).
-constexpr bool PAIRS = H % 2 == 0, THIRD_Q = APART && PAIRS;  // PAIRS: rows 2 i and 2 i + 1 are of one token
+constexpr bool THIRD_Q = APART && H % 2 == 0;  // rows 2 i and 2 i + 1 are then of one token
 constexpr int Q_STAGES = STAGES + THIRD_Q, VALUES = K_BYTES + THIRD_Q * (K_BYTES - 2 * PANEL);  // VALUES: offset in the tile
 constexpr bool RECYCLED = CONSUMERS == 2 && !TILE_STAYS || THIRD_Q;  // the last stage of q is memory of the tile
 
@@ -40,18 +40,18 @@ struct KeyLimits {
     }
 };
 struct KeyBits {
-    u16 seen[KEYS / 16][PAIRS ? ROWS / 2 : ROWS];  // one bit per key of a warp
+    u16 seen[KEYS / 16][THIRD_Q ? ROWS / 2 : ROWS];  // one bit per key of a warp; THIRD_Q: of two rows
     DEVICE void store(int row, int, uint2 keys) {
         UNROLL for (int warp = 0; warp < KEYS / 16; ++warp)
-            seen[warp][PAIRS ? row / 2 : row] = static_cast<u16>((warp < 2 ? keys.x : keys.y) >> warp % 2 * 16);
+            seen[warp][THIRD_Q ? row / 2 : row] = static_cast<u16>((warp < 2 ? keys.x : keys.y) >> warp % 2 * 16);
     }
     DEVICE void mask(const Problem &, float (&x)[ROWS / 2]) const {
         const int lane = threadIdx.x % 32;
-        const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * (PAIRS ? 1 : 2);
+        const u16 *bits = seen[threadIdx.x % 128 / 32] + lane % 4 * (THIRD_Q ? 1 : 2);
         UNROLL for (int j = 0; j < ROWS / 8; ++j) {
-            const u32 two_rows = (PAIRS ? bits[4 * j] : *reinterpret_cast<const u32 *>(bits + 8 * j)) >> lane / 4;
+            const u32 two_rows = (THIRD_Q ? bits[4 * j] : *reinterpret_cast<const u32 *>(bits + 8 * j)) >> lane / 4;
             UNROLL for (int i = 0; i < 4; ++i)
-                if (!(two_rows >> ((PAIRS ? 0 : i % 2 * 16) + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
+                if (!(two_rows >> ((THIRD_Q ? 0 : i % 2 * 16) + i / 2 * 8) & 1)) x[4 * j + i] = 0.0f;
         }
     }
 };
@@ -75,21 +75,22 @@ struct Shared {
     }
 };
 
+// Return the memory of a stage of q, from `stages` on. With THIRD_Q the tile is before `stages`.
+DEVICE int q_offset(int stage) { return THIRD_Q && stage == STAGES ? K_BYTES - PANEL - (VALUES + V_BYTES) : stage * STAGE_BYTES; }
+DEVICE int do_offset(int stage) { return stage * STAGE_BYTES + K_BYTES; }
+
 // What of a step arrives together: q and do, or (APART) one of them.
 template <bool Q, bool DO> struct Part {
     static constexpr bool HAS_Q = Q, HAS_DO = DO;
-    DEVICE static void wait_empty(Shared &shared, int step) {
-        if (HAS_Q) shared.wait_empty(state_of(step));
-        else mbarrier_wait(&shared.d_outs.empty[step % STAGES], step / STAGES % 2 ^ 1);
+    DEVICE static PipelineState<Q_STAGES> state(int step) { return HAS_Q ? state_of(step) : PipelineState<Q_STAGES>{step % STAGES, step / STAGES % 2}; }
+    DEVICE static void wait_empty(Shared &shared, const PipelineState<Q_STAGES> &at) {
+        if (HAS_Q) shared.wait_empty(at);
+        else shared.d_outs.wait_empty({at.stage, at.parity});
     }
-    DEVICE static u64 *full(Shared &shared, int step) { return HAS_Q ? &shared.steps.full[step % Q_STAGES] : &shared.d_outs.full[step % STAGES]; }
+    DEVICE static u64 *full(Shared &shared, const PipelineState<Q_STAGES> &at) {
+        return HAS_Q ? &shared.steps.full[at.stage] : &shared.d_outs.full[at.stage];
+    }
 };
-// Return the memory of q and do of a step, from `stages` on. With THIRD_Q the tile is before `stages`.
-DEVICE int q_offset(int step) {
-    const int stage = step % Q_STAGES;
-    return THIRD_Q && stage == STAGES ? K_BYTES - PANEL - (VALUES + V_BYTES) : stage * STAGE_BYTES;
-}
-DEVICE int do_offset(int step) { return step % STAGES * STAGE_BYTES + K_BYTES; }
 typedef Part<true, true> QAndDo;
 typedef Part<true, false> OnlyQ;
 typedef Part<false, true> OnlyDo;
@@ -132,29 +133,31 @@ template <class List> struct StepTokens {
 };
 
 // Load q and do of a step of adjacent tokens, starting at this token, by one lane.
-template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *stages, u64 *full, int step, int first) {
+template <class Part, class List> DEVICE void load_step(const List &list, unsigned char *q_tile, unsigned char *do_tile, u64 *full, int first) {
     const int b = static_cast<int>(list.b), g = static_cast<int>(list.g);
     mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
-    if (Part::HAS_Q) tma_load_row_tile<DK>(stages + q_offset(step), &list.x.q, full, g, first, b);
-    if (Part::HAS_DO) tma_load_row_tile<DV>(stages + do_offset(step), &list.x.d_o, full, g, first, b);
+    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile, &list.x.q, full, g, first, b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(do_tile, &list.x.d_o, full, g, first, b);
 }
 
 // Load q and do of a step once its stage is empty, by one warp; one token per lane if they are not adjacent.
 template <class Part, class List>
 DEVICE void load_tokens(const List &list, unsigned char *stages, Shared &shared, int step, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, b = static_cast<int>(list.b), g = static_cast<int>(list.g);
-    Part::wait_empty(shared, step);
-    u64 *full = Part::full(shared, step);
+    const auto at = Part::state(step);
+    Part::wait_empty(shared, at);
+    unsigned char *q_tile = stages + q_offset(at.stage), *do_tile = stages + do_offset(at.stage);
+    u64 *full = Part::full(shared, at);
     __syncwarp();  // all lanes have passed the wait, so the barrier may enter its next phase
     if (adjacent) {
-        if (lane == 0) load_step<Part>(list, stages, full, step, tokens.rows[0]);
+        if (lane == 0) load_step<Part>(list, q_tile, do_tile, full, tokens.rows[0]);
         return;
     }
     if (lane == 0) mbarrier_arrive_expect(full, TQ * H * 2 * (Part::HAS_Q * DK + Part::HAS_DO * DV));
     __syncwarp();
     if (lane >= TQ) return;
-    if (Part::HAS_Q) tma_load_row_tile<DK>(stages + q_offset(step) + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
-    if (Part::HAS_DO) tma_load_row_tile<DV>(stages + do_offset(step) + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_Q) tma_load_row_tile<DK>(q_tile + lane * H * 128, &list.x.q_token, full, g, tokens.rows[0], b);
+    if (Part::HAS_DO) tma_load_row_tile<DV>(do_tile + lane * H * 128, &list.x.d_o_token, full, g, tokens.rows[0], b);
 }
 
 template <class Part, class List> DEVICE void produce_tokens(const List &list, unsigned char *stages, Shared &shared) {
@@ -171,15 +174,15 @@ template <class Part, class List> DEVICE void produce_tokens(const List &list, u
 // adjacent, the warp copies four rows at once, eight lanes per row, of every COPY_WARPS-th group of four. Copies arrive
 // at the barrier asynchronously and need the consumer's fence (wait_for_rows).
 template <class Part, class List>
-DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier, int step,
-                      const StepTokens<List> &tokens, bool adjacent) {
+DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned char *stages, Shared &shared, int copier,
+                      const PipelineState<Q_STAGES> &at, const StepTokens<List> &tokens, bool adjacent) {
     const int lane = threadIdx.x % 32, column = lane % 8;
-    Part::wait_empty(shared, step);
+    Part::wait_empty(shared, at);
     __syncwarp();
     if (adjacent) {
-        u64 *full = Part::full(shared, step);
+        u64 *full = Part::full(shared, at);
         if (copier || lane) mbarrier_arrive(full);
-        else load_step<Part>(list, stages, full, step, tokens.rows[0]);
+        else load_step<Part>(list, stages + q_offset(at.stage), stages + do_offset(at.stage), full, tokens.rows[0]);
         return;
     }
 #pragma unroll 1
@@ -191,23 +194,25 @@ DEVICE void copy_step(const List &list, const u16 *q, const u16 *d_out, unsigned
         const i64 s = exists ? row : 0;
         const u16 *q_row = q + s * list.x.p.q.stride_s + head * list.x.p.q.stride_h;
         const u16 *do_row = d_out + s * list.x.d_out.stride_s + head * list.x.d_out.stride_h;
-        unsigned char *to = stages + swizzled(tile_row, column), *q_to = to + q_offset(step), *do_to = to + do_offset(step);
+        const int place = swizzled(tile_row, column);
+        unsigned char *q_to = stages + q_offset(at.stage) + place, *do_to = stages + do_offset(at.stage) + place;
         UNROLL for (int c = 0; c < (Part::HAS_Q ? DK : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(q_to + c / 64 * PANEL), q_row + c, exists);
         UNROLL for (int c = 0; c < (Part::HAS_DO ? DV : 0); c += 64) cp_async_16(reinterpret_cast<u16 *>(do_to + c / 64 * PANEL), do_row + c, exists);
     }
-    cp_async_mbarrier_arrive(Part::full(shared, step));
+    cp_async_mbarrier_arrive(Part::full(shared, at));
 }
 
 template <class List> DEVICE void copy_tokens(const List &list, unsigned char *stages, Shared &shared, int copier) {
     const int column = threadIdx.x % 8 * 8;
     const u16 *q = list.x.p.q.group(list.b, list.g) + column, *d_out = list.x.d_out.group(list.b, list.g) + column;
     for (int step = 0; step < list.steps; ++step) {
+        const auto at = state_of(step);
         const StepTokens<List> tokens(list, step);  // read before the stage is empty
         const bool adjacent = tokens.adjacent();
         if constexpr (APART) {
-            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
-            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
-        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, step, tokens, adjacent);
+            copy_step<OnlyDo>(list, q, d_out, stages, shared, copier, OnlyDo::state(step), tokens, adjacent);
+            copy_step<OnlyQ>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
+        } else copy_step<QAndDo>(list, q, d_out, stages, shared, copier, at, tokens, adjacent);
     }
     cp_async_commit();
     cp_async_wait<0>();
@@ -227,23 +232,24 @@ template <class List> DEVICE uint2 seen_keys(const List &list, int row, int step
     return make_uint2(bits[0], bits[1]);
 }
 
-// Load lse, delta and limits (or key bits) of a step, by one warp, two adjacent rows per lane.
+// Load lse, delta and limits (or key bits) of a step, by one warp, two rows per lane, which are adjacent with THIRD_Q.
 template <class List> DEVICE void copy_statistics(const List &list, Shared &shared) {
-    constexpr int TOKENS = PAIRS ? 1 : 2;  // of a lane
-    const int lane = threadIdx.x % 32;
+    constexpr int TOKENS = THIRD_Q ? 1 : 2;  // of a lane
+    const int lane = threadIdx.x % 32, first = THIRD_Q ? 2 * lane : lane;
+    constexpr int NEXT = THIRD_Q ? 1 : 32;  // from the lane's first row to the other
     int coming[TOKENS], starts = 0;
     if constexpr (SMALL_BLOCK) starts = static_cast<int>(list.x.blocks.position(list.list, lane % TILE_BLOCKS * BLOCK_KEYS));
-    for (int i = 0; i < TOKENS; ++i) coming[i] = list.row(0, (2 * lane + i) / H);
+    for (int i = 0; i < TOKENS; ++i) coming[i] = list.row(0, (first + NEXT * i) / H);
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         const int rows[2] = {coming[0], coming[TOKENS - 1]};
-        for (int i = 0; i < TOKENS; ++i) coming[i] = list.row(step + 1, (2 * lane + i) / H);
+        for (int i = 0; i < TOKENS; ++i) coming[i] = list.row(step + 1, (first + NEXT * i) / H);
         uint2 seen[TOKENS];  // SMALL_BLOCK; computed before the stage is empty, to hide the latency
         for (int i = 0; i < TOKENS; ++i)
-            if constexpr (SMALL_BLOCK) seen[i] = seen_keys(list, rows[i], step, (2 * lane + i) / H, starts);
+            if constexpr (SMALL_BLOCK) seen[i] = seen_keys(list, rows[i], step, (first + NEXT * i) / H, starts);
         shared.wait_empty(at);
         for (int i = 0; i < 2; ++i) {
-            const int row = 2 * lane + i;
+            const int row = first + NEXT * i;
             const bool exists = rows[i] < list.x.p.S;
             const i64 index = exists ? ((list.b * list.x.p.S + rows[i]) * list.x.p.G + list.g) * H + row % H : 0;
             cp_async_4(&shared.lse[at.stage][row], list.x.lse + index, exists);
@@ -260,7 +266,7 @@ template <class List> DEVICE void produce_boxes(const List &list, unsigned char 
     for (int step = 0; step < list.steps; ++step) {
         const auto at = state_of(step);
         shared.wait_empty(at);
-        load_step<QAndDo>(list, stages, &shared.steps.full[at.stage], step, list.row(step, 0));
+        load_step<QAndDo>(list, stages + q_offset(at.stage), stages + do_offset(at.stage), &shared.steps.full[at.stage], list.row(step, 0));
     }
 }
 
