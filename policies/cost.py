@@ -21,7 +21,7 @@ STEP = 64  # keys that a kernel loads at once from a page with at least as many 
 OTHERWISE_LOADED = {"gathered", "rows-read"}  # terms of calls whose keys are not loaded in whole steps
 OF_OTHER_KERNELS = {*OTHERWISE_LOADED, "visited"}  # models without them do not cover such calls
 SMALLEST_BLOCK = 16  # keys: models are fitted to no smaller blocks
-LOSS_COLUMNS = 128  # of a head, above which the loss of an indexer has other kernel configs
+LOSS_COLUMNS = 128  # the loss of an indexer takes other kernel configs for wider heads
 
 
 def ceil_sum(count: int, step: int) -> int:

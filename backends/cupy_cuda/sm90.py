@@ -424,7 +424,7 @@ def group_shape(Dk: int, Dv: int, device: DeviceInfo, others: int = 0) -> GroupS
     of_cta = (device.shared_memory + launch.SYSTEM) * consumers // 2 - STATIC - MOST_STAGES * STATISTICS - others
     stages = min(MOST_STAGES, of_cta // step_bytes)
     if Dk + Dv > MOST_TILE_COLUMNS:
-        others += PANEL * (Dk // 64 - 2)  # of the third stage of q, besides two panels of the tile
+        others += PANEL * (Dk // 64 - 2)  # q's third stage takes this, and two panels of the tile
     return GroupShape(128 * (consumers + 1), stages, stages * step_bytes + others)
 
 

@@ -139,8 +139,8 @@ class Graph:
 
 
 def own_stream(device: int) -> int:
-    """Return a stream that nobody else has, or 0 if the driver makes none. Those that PyTorch makes are 32 that take turns:
-    a new one may be the stream that is being captured."""
+    """Return a stream that only this thread uses, or 0 if the driver makes none. PyTorch hands out 32 streams in turn, so
+    one of them may be the stream that is being captured."""
     if device not in thread.own_streams:
         if device not in thread.bound:
             bind_context(device)

@@ -92,7 +92,7 @@ def replayed_milliseconds(work: Work, timing: Timing) -> Spread:
 
 
 def captured(work: Work, calls: int = 1) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Return a CUDA graph of so many calls, and the result of the last one, which a replay writes anew."""
+    """Return a CUDA graph that holds `calls` calls, and the result of the last one, which each replay writes again."""
     side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

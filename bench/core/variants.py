@@ -28,7 +28,7 @@ READERS = tuple(name for name, backend in registry.backends().items() if backend
 
 
 CACHES = [Cache(size, quantized) for quantized in FORMATS for size in (None, *PAGE_SIZES)]
-# Of the suite "steps": all orders of memory, and of MiniMax-M3 pages, too.
+# The suite "steps" measures these: every order of memory, in one piece and, for MiniMax-M3, in its pages.
 LAYOUTS = [Cache(size, quantized, order) for size in (None, 128) for quantized in FORMATS for order in ORDERS]
 E4M3 = [cache for cache in LAYOUTS if cache.quantized and cache.page_size is None]
 

@@ -130,7 +130,7 @@ def table_of_steps(rows: Sequence[Row], bandwidth: float) -> str:
     cells = []
     for row in measured(rows):
         case, (backend, cache) = Case(**{name: row[name] for name in Case._fields}), split_cache(row["backend"])
-        cache = Cache(None, None, "groups first") if cache is None else cache  # of a plain call
+        cache = Cache(None, None, "groups first") if cache is None else cache  # a plain call reads k and v in this order
         stored, size = ("e4m3", 1) if cache.quantized else ("bf16", 2)
         least = case.B * case.G * case.n * case.block * (case.Dk + case.Dv) * size / bandwidth * 1e6
         text = f"{row['ms_median'] * 1e3:.3g}{markdown.MARK * markdown.scatters(row)}"

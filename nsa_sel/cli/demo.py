@@ -52,7 +52,7 @@ class Row(msgspec.Struct, kw_only=True):
 
     name: str
     policy_choice: bool = False
-    errors: dict[str, float] = {}  # mean absolute ones: of o, and the largest of dq, dk, dv
+    errors: dict[str, float] = {}  # mean absolute errors: of o, and the largest of dq, dk and dv
     forward: dict[str, float] | None = None  # median, p20 and p80 in ms, and repeats; None: failed or not timed
     forward_backward: dict[str, float] | None = None
     decision: Decision | None = None  # None: a baseline
@@ -66,7 +66,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     facts: dict[str, Any]
     device: str
     dtype: str
-    bound: float  # of the mean absolute error of o
+    bound: float  # largest allowed mean absolute error of o
     checked_rows: int  # of each sequence, compared with the oracle
     torch: str
     threads: int

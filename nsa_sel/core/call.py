@@ -387,7 +387,7 @@ class PagedKeys(NamedTuple):
         if seen is not None:
             first = torch.arange(table.shape[1], device=x.device) * x.shape[2]
             table = table.where(first < (seen + self.skipped).unsqueeze(1), 0)
-        if x.is_contiguous():  # gather each group's part of a page. PyTorch copies parts that are contiguous three times as fast
+        if x.is_contiguous():  # each group's part of a page is contiguous: PyTorch copies such parts three times as fast
             group = torch.arange(x.shape[1], device=x.device).unsqueeze(1)
             parts = torch.add(group, table.unsqueeze(1), alpha=x.shape[1])  # [B,G,pages], int64
             return x.flatten(0, 1).index_select(0, parts.flatten()).view(*parts.shape[:2], -1, x.shape[3])[:, :, self.skipped :]

@@ -19,8 +19,8 @@ constexpr bool TILE_STAYS = DK + DV > 320;  // in shared memory: it does not fit
 constexpr bool APART = TILE_STAYS && !ADJACENT;  // separate pipelines for q and do
 constexpr int K_BYTES = DK / 64 * PANEL, V_BYTES = DV / 64 * PANEL, STAGE_BYTES = K_BYTES + V_BYTES;  // also q, do
 
-// A third stage of q: the tile's last panel of keys, memory between keys and values, and the first
-// panel of values. Registers hold the panels (TileOperand).
+// The third stage of q takes the tile's last panel of keys, memory between keys and values, and the first panel of
+// values. Registers hold both panels (TileOperand), so their memory is free.
 constexpr bool THIRD_Q = APART && H % 2 == 0;  // rows 2 i and 2 i + 1 are then of one token
 constexpr int Q_STAGES = STAGES + THIRD_Q, VALUES = K_BYTES + THIRD_Q * (K_BYTES - 2 * PANEL);  // VALUES: offset in the tile
 constexpr bool RECYCLED = CONSUMERS == 2 && !TILE_STAYS || THIRD_Q;  // the last stage of q is memory of the tile
@@ -75,7 +75,7 @@ struct Shared {
     }
 };
 
-// Return the memory of a stage of q, from `stages` on. With THIRD_Q the tile is before `stages`.
+// Return where q or do of a stage begins, in bytes after `stages`; the third stage of q lies before it, in the tile.
 DEVICE int q_offset(int stage) { return THIRD_Q && stage == STAGES ? K_BYTES - PANEL - (VALUES + V_BYTES) : stage * STAGE_BYTES; }
 DEVICE int do_offset(int stage) { return stage * STAGE_BYTES + K_BYTES; }
 

@@ -51,7 +51,7 @@ def priced(request: pytest.FixtureRequest, configure: Callable[[str], Any]) -> N
         configure(PRICED)
 
 
-def alike() -> Selection:
+def same_blocks() -> Selection:
     """Every row selects the first blocks: one token's are those of 64."""
     return Selection.from_blocks(torch.arange(N).expand(1, S, 1, N), BLOCK, disjoint=True)
 
@@ -109,13 +109,13 @@ def test_the_first_call_counts_and_the_count_decides(logged: Events) -> None:
     (event,) = logged("sel.sharing")
     assert (event["sharing"], event["rows"]) == (exact.sharing, S)
     reset()
-    assert called(alike()).forward == "numba"
-    assert called(alike()).request.sharing == (1.0,) * 7
+    assert called(same_blocks()).forward == "numba"
+    assert called(same_blocks()).request.sharing == (1.0,) * 7
     assert len(logged("sel.sharing")) == 2
 
 
 def test_measure_goes_before_a_count(logged: Events) -> None:
-    measured = alike()
+    measured = same_blocks()
     measured.measure(S_KV)
     decision = called(measured)
     assert (decision.forward, decision.sharing_source, logged("sel.sharing")) == ("numba", "measured", [])
@@ -155,7 +155,10 @@ def test_what_sharing_does_not_decide_is_not_counted(case: str, logged: Events, 
 def test_counts_again_after_so_many_calls(repeated: bool, logged: Events, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NSA_SEL_COUNT_SHARING", "3")
     options = {} if repeated else {"q_pos": torch.arange(S_KV - S, S_KV)}  # with positions every call is checked
-    picked = [called(selection, **options).forward for selection in (apart(), alike(), alike(), alike(), apart(), apart(), apart())]
+    picked = [
+        called(selection, **options).forward
+        for selection in (apart(), same_blocks(), same_blocks(), same_blocks(), apart(), apart(), apart())
+    ]
     assert picked == ["sdpa-packed"] * 3 + ["numba"] * 3 + ["sdpa-packed"]
     assert len(logged("sel.sharing")) == 3
 
